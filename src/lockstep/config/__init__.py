@@ -1,0 +1,1 @@
+"""Configuration: the schema, the reader and the layers."""

@@ -1,0 +1,65 @@
+"""Settings of the loop (section `training`) and of its checkpoints (section `checkpoint`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.config.section import Section, setting
+
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
+
+
+class TrainingOptions(Section):
+    """The optimisation."""
+
+    batch_size: int = setting(2, "Rows of one micro-batch on one GPU.", unit="rows", ge=1, le=1 << 20)
+    grad_accum_nums: int = setting(4, "Micro-batches per optimizer step.", ge=1, le=1 << 20)
+    context_length: int = setting(8192, "Tokens per row.", unit="tokens", ge=1, le=1 << 24)
+    max_steps: int = setting(100, "Optimizer steps.", unit="steps", ge=1, le=1 << 40)
+    learning_rate: float = setting(1e-5, "Peak learning rate.", gt=0, le=100)
+    warmup_steps: int = setting(
+        0, "Steps of linear warm-up; an inherited value is clamped to max_steps.", unit="steps", ge=0, le=1 << 40
+    )
+    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "Shape of the decay after the warm-up.")
+    min_lr_ratio: float = setting(0.1, "Last learning rate as a share of the peak.", ge=0, le=1)
+    weight_decay: float = setting(0.0, "AdamW decay; never on norms, embeddings and 1-D tensors.", ge=0, le=100)
+    adam_beta1: float = setting(0.9, "AdamW beta 1.", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, "AdamW beta 2.", ge=0, lt=1)
+    adam_epsilon: float = setting(1e-8, "AdamW epsilon.", gt=0, le=1)
+    max_grad_norm: float = setting(1.0, "Clip the gradient to this norm; 0 or less: no clipping.", le=1e9, ge=-1e9)
+    precision: Precision = setting(
+        "auto", "auto: bf16 on GPUs that have it, fp32 on the CPU. fp16 uses a loss scaler. Weights stay fp32."
+    )
+    save_interval: int = setting(
+        100, "Steps between checkpoints; 0: only the last.", unit="steps", role="cosmetic", ge=0, le=1 << 40
+    )
+    eval_interval: int = setting(
+        50, "Steps between validations; 0: only the last.", unit="steps", role="cosmetic", ge=0, le=1 << 40
+    )
+    eval_batches: int = setting(
+        8, "Micro-batches of one validation, always the same.", role="cosmetic", ge=1, le=1 << 20
+    )
+    patience: int = setting(
+        0,
+        "Stop after this many steps without improvement of the smoothed loss; 0: never.",
+        unit="steps",
+        ge=0,
+        le=1 << 40,
+    )
+    min_delta: float = setting(1e-4, "What counts as an improvement for patience.", ge=0, le=1e9)
+    checkpoint_dir: str | None = setting(
+        None, "Also write the documented step_<N>.pt files here (null: no).", role="cosmetic", max_length=4000
+    )
+
+
+class CheckpointOptions(Section):
+    """Saving and going on."""
+
+    keep_last: int = setting(2, "Checkpoints kept.", role="cosmetic", ge=2, le=1 << 20)
+    resume: str | None = setting(
+        None,
+        "auto: newest run of this family with this configuration; or a run, a checkpoint or a .pt file.",
+        role="cosmetic",
+        max_length=4000,
+    )
+    allow_mismatch: bool = setting(False, "Resume although the configuration differs.", role="cosmetic")

@@ -1,0 +1,77 @@
+"""Errors a user can act on, and the one table of exit codes."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What `lockstep` returns to the shell. Workers' own codes pass through unchanged."""
+
+    DONE = 0
+    FAILED = 1  # missing package, failed check-up, out of memory
+    USAGE = 2  # command line or configuration
+    BAD_DEVICE = 3  # `check` found a device that disagrees
+    DATA = 65  # data, cache or checkpoint content
+    NOT_FOUND = 66  # file, model or dataset that is not there, or a hub that does not give it
+    NON_FINITE = 71  # NaN or Inf in loss, gradient or weight
+    CANNOT_CREATE = 73  # output folder cannot be written
+    IO = 74  # read or write failed, disk full
+    PREEMPTED = 75  # asked to stop by SIGUSR1 or SIGUSR2: resume me
+    HANG = 124
+    INTERRUPTED = 130  # SIGINT
+    TERMINATED = 143  # SIGTERM
+
+
+class LockstepError(Exception):
+    """A failure explained: what happened, where, and the next thing to try."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "", exit_code: ExitCode | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.hint:
+            lines.append(f"  try: {self.hint}")
+        return "\n".join(lines)
+
+
+class ConfigError(LockstepError):
+    """The command line or a configuration file asks for something that cannot be."""
+
+    exit_code = ExitCode.USAGE
+
+
+class DataError(LockstepError):
+    """Data, a cache or a checkpoint holds something unusable."""
+
+    exit_code = ExitCode.DATA
+
+
+class NotFoundError(LockstepError):
+    """A named file, model or dataset is not there."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class OutputError(LockstepError):
+    """A place to write to cannot be created or written."""
+
+    exit_code = ExitCode.CANNOT_CREATE
+
+
+class NonFiniteError(LockstepError):
+    """The loss, a gradient or a weight is NaN or Inf."""
+
+    exit_code = ExitCode.NON_FINITE
+
+
+class Stopped(LockstepError):
+    """The run was asked to end by a signal and has saved its state."""

@@ -1,0 +1,1 @@
+"""Whether numbers are finite, and fingerprints to compare them by."""

@@ -1,0 +1,17 @@
+"""Settings of debugging (section `debug`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.config.section import Section, setting
+
+
+class DebugOptions(Section):
+    """More words, more checks, less speed."""
+
+    enabled: bool = setting(False, "Read every step at once and check every gradient.", role="cosmetic")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting("INFO", "What is worth a line.", role="cosmetic")
+    digest_interval: int = setting(
+        0, "Steps between fingerprints of all parameters in events.jsonl; 0: none.", role="cosmetic", ge=0, le=1 << 40
+    )

@@ -1,0 +1,1 @@
+"""Models, their shapes, and the way to and from Hugging Face files."""

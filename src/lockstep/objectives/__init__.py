@@ -1,0 +1,1 @@
+"""One file per training objective: the maths of a family."""

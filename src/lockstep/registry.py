@@ -1,0 +1,44 @@
+"""The folder is the registry: a name in a config is a module in a folder."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+
+def names(folder: str) -> list[str]:
+    """The names a folder of the package offers, e.g. names("objectives") -> ["causal"]."""
+    package = importlib.import_module(f"lockstep.{folder}")
+    found = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return sorted(name for name in found if name != "options")
+
+
+def load(folder: str, name: str, attribute: str) -> Any:
+    """The object called `attribute` in module `name` of `folder`; `pkg.module:attribute` names code outside."""
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+    elif name in (known := names(folder)):
+        module_name = f"lockstep.{folder}.{name}"
+    else:
+        raise ConfigError(f"{name!r} is not in {folder}/", hint=suggest(name, known))
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load {name!r} for {folder}: {error}") from error
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """The known word most like this one, or ''."""
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return found[0] if found else ""
+
+
+def suggest(word: str, known: list[str]) -> str:
+    """A hint for an unknown word: the nearest one and all of them."""
+    close = nearest(word, known)
+    listing = "one of " + ", ".join(known) if known else "nothing is registered"
+    return f"did you mean {close!r}? ({listing})" if close else listing

@@ -1,0 +1,1 @@
+"""Where records go: the terminal, events.jsonl, TensorBoard."""

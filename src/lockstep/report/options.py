@@ -1,0 +1,41 @@
+"""Settings of what is shown (section `report`) and of the run's own identity (section `run`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.config.section import Section, setting
+
+
+class ReportOptions(Section):
+    """What the user sees."""
+
+    log_interval: int = setting(1, "Steps between step lines.", unit="steps", role="cosmetic", ge=1, le=1 << 40)
+    log_prefix: Literal["bracket", "colon"] = setting(
+        "bracket", "bracket: `[GPU0] Step ...`; colon: `GPU0:INFO | [GPU 0] Step ...`.", role="cosmetic"
+    )
+    log_file: str | None = setting(None, "Also write the log here.", role="cosmetic", max_length=4000)
+    progress: Literal["auto", "on", "off"] = setting("auto", "Progress bar; auto: on a terminal.", role="cosmetic")
+    tensorboard: bool = setting(True, "Write TensorBoard files to <run>/tb.", role="cosmetic")
+    profile: bool = setting(False, "Trace a few steps to <run>/profile.json (chrome://tracing).", role="cosmetic")
+    sample_prompt: str = setting(
+        "The ", "What the sample at the end continues; empty: no sample.", role="cosmetic", max_length=10_000
+    )
+    sample_tokens: int = setting(48, "Length of that sample.", unit="tokens", role="cosmetic", ge=1, le=1 << 20)
+
+
+class RunOptions(Section):
+    """What the run is called and where it lies."""
+
+    name: str | None = setting(None, "Name of the run folder (null: family, preset and time).", role="cosmetic")
+    out: str = setting("runs", "Folder of the run folders.", role="cosmetic", min_length=1, max_length=4000)
+    experiment_name: str = setting(
+        "llama_training", "Name of the experiment, for file names and logs.", role="cosmetic"
+    )
+    tags: dict[str, str] = Field(
+        default_factory=dict,
+        description="Free words kept with the run.",
+        json_schema_extra={"role": "cosmetic", "unit": ""},
+    )

@@ -1,0 +1,1 @@
+"""Where the process runs: environment, device, precision, determinism, injected faults."""

@@ -1,0 +1,33 @@
+"""Settings of the machine (section `system`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.config.section import Section, setting
+
+
+class SystemOptions(Section):
+    """Where and how exactly the work runs."""
+
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "auto: a GPU if there is one, else the CPU.", role="layout"
+    )
+    device_id: int = setting(0, "Index among the visible devices.", role="layout", ge=0, le=1023)
+    seed: int = setting(42, "Decides the first weights, the order of rows and all noise.", ge=0, le=(1 << 63) - 1)
+    deterministic: bool = setting(
+        False, "Same bits in every run, also on a GPU (about 5 % slower there).", role="layout"
+    )
+    gradient_checkpointing: bool = setting(
+        False, "Recompute each block in the backward pass: less memory, about a third more work.", role="layout"
+    )
+    empty_cache_interval: int = setting(
+        0, "Steps between returns of cached GPU memory; 0: never (it only costs time).", role="layout", ge=0, le=1 << 40
+    )
+    threads: int = setting(
+        0, "CPU threads of a worker; 0: all cores. Other counts give other bits.", role="layout", ge=0, le=4096
+    )
+    output_dir: str | None = setting(
+        None, "Also write <experiment_name>_config.json here (null: no).", role="cosmetic", max_length=4000
+    )
+    log_dir: str | None = setting(None, "Also write logs here (null: no).", role="cosmetic", max_length=4000)

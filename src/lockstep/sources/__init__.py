@@ -1,0 +1,1 @@
+"""One file per kind of data; each yields documents in a fixed order."""
