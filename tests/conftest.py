@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def in_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def lockstep(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]:
+def lockstep(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Run `lockstep ARGS` inside this process."""
 
     def run(*args: str) -> Outcome:
@@ -58,4 +58,4 @@ def lockstep(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcom
         out, err = capfd.readouterr()
         return Outcome(code, out, err)
 
-    yield run
+    return run

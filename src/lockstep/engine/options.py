@@ -15,7 +15,7 @@ class TrainingOptions(Section):
     batch_size: int = setting(2, "Rows of one micro-batch on one GPU.", unit="rows", ge=1, le=1 << 20)
     grad_accum_nums: int = setting(4, "Micro-batches per optimizer step.", ge=1, le=1 << 20)
     context_length: int = setting(8192, "Tokens per row.", unit="tokens", ge=1, le=1 << 24)
-    max_steps: int = setting(100, "Optimizer steps.", unit="steps", ge=1, le=1 << 40)
+    max_steps: int = setting(100, "Optimizer steps.", unit="steps", ge=1, le=10_000_000)
     learning_rate: float = setting(1e-5, "Peak learning rate.", gt=0, le=100)
     warmup_steps: int = setting(
         0, "Steps of linear warm-up; an inherited value is clamped to max_steps.", unit="steps", ge=0, le=1 << 40

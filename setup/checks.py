@@ -1,0 +1,132 @@
+"""Run the checks of test.sh: format, lint, types, floors and tests; with --full also the long proofs, in slices.
+
+A slice is a test file with slow tests, or a node id. A slice that has passed is stamped in .slices/ with a hash of
+the tree, and is not run again until a file changes: an interrupted `bash test.sh --full` goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMPS = ROOT / ".slices"
+SLOW = re.compile(r"^\s*(@pytest\.mark\.slow|pytestmark\b.*\bslow\b)|marks=.*pytest\.mark\.slow", re.MULTILINE)
+BIN = Path(sys.executable).parent
+USAGE = """usage: bash test.sh [PYTEST ARGUMENTS]     every check; arguments go to pytest
+       bash test.sh --full                 every check, then the long proofs that have not passed on this tree
+       bash test.sh --full SLICE...        only these long proofs (files or node ids)
+       bash test.sh --list                 the slices and whether they have passed on this tree"""
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def stages(pytest_arguments: list[str]) -> dict[str, list[str]]:
+    """Name -> command. None imports torch before pytest."""
+    return {
+        "format": [str(BIN / "ruff"), "format", "--check", "--quiet", "--diff", "."],
+        "lint": [str(BIN / "ruff"), "check", "--quiet", "."],
+        "types": [str(BIN / "basedpyright"), "--pythonpath", sys.executable],
+        "floors": [str(BIN / "lint-imports"), "--no-cache"],
+        "tests": [sys.executable, "-m", "pytest", "-q", *pytest_arguments],
+    }
+
+
+def run_stage(name: str, command: list[str]) -> bool:
+    """One line per stage. The tests show themselves as they run; of the others only a failure is shown."""
+    started = time.monotonic()
+    live = name == "tests"
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=None if live else subprocess.PIPE,
+        stderr=None if live else subprocess.STDOUT,
+    )
+    if done.returncode and done.stdout:
+        say(done.stdout.rstrip())
+    say(f"{name:<8}{'ok' if done.returncode == 0 else 'FAILED':<8}{time.monotonic() - started:.1f} s")
+    return done.returncode == 0
+
+
+def tree_hash() -> str:
+    """A hash of every file git tracks or would track, as it lies in the working tree."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return f"not a git checkout, {time.time()}"  # equal to no stamp: nothing is skipped
+    digest = hashlib.sha256(sys.version.encode())
+    for name in sorted(set(listed.decode().split("\0")) - {""}):
+        path = ROOT / name
+        if path.is_file():
+            digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def slices() -> list[str]:
+    """Every test file that has slow tests."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in files if SLOW.search(path.read_text(encoding="utf-8"))]
+
+
+def stamp(name: str) -> Path:
+    return STAMPS / re.sub(r"[^\w.-]+", "_", name)
+
+
+def passed(name: str, tree: str) -> bool:
+    return stamp(name).is_file() and stamp(name).read_text(encoding="utf-8") == tree
+
+
+def run_slices(names: list[str]) -> bool:
+    """Run the slices that have not passed on this tree; True if all have in the end."""
+    tree = tree_hash()
+    STAMPS.mkdir(exist_ok=True)
+    good = True
+    for number, name in enumerate(names, start=1):
+        place = f"slice {number}/{len(names)} {name}"
+        if passed(name, tree):
+            say(f"{place}: passed before on this tree")
+            continue
+        started = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "--full", "-m", "slow", "--timeout", "7200", name]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            say(f"{place}: FAILED after {time.monotonic() - started:.0f} s")
+            good = False
+        else:
+            stamp(name).write_text(tree, encoding="utf-8")
+            say(f"{place}: ok, {time.monotonic() - started:.0f} s")
+    return good
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] in (["--help"], ["-h"]):
+        say(USAGE)
+        return 0
+    if arguments[:1] == ["--list"]:
+        tree = tree_hash()
+        for name in slices():
+            say(f"{'passed' if passed(name, tree) else 'to run'}  {name}")
+        return 0
+    full = arguments[:1] == ["--full"]
+    if full and len(arguments) > 1:
+        return 0 if run_slices(arguments[1:]) else 1
+    failed = [name for name, command in stages([] if full else arguments).items() if not run_stage(name, command)]
+    if full and not run_slices(slices()):
+        failed.append("slices")
+    say(f"FAILED: {', '.join(failed)}" if failed else "All checks passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

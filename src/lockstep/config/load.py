@@ -1,0 +1,144 @@
+"""A configuration from its layers: defaults < preset < file < flags, with the provenance of every value."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lockstep import registry
+from lockstep.config import reader
+from lockstep.config.catalog import catalog, config_class, show_value
+from lockstep.config.given import Origin, from_document, from_flag, from_overrides
+from lockstep.config.merge import MASK, Loaded, resolve
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "Loaded", "Origin", "from_dict", "identity", "identity_diff", "identity_hash", "load", "load_run", "preset_file",
+    "presets", "read_config", "to_dict",
+]  # fmt: skip
+
+PRESETS_FOLDERS = (Path(__file__).parents[1] / "presets", Path(__file__).parents[3] / "presets")  # installed, checkout
+
+
+def load(
+    family: str,
+    *,
+    preset: str | None = None,
+    file: Path | None = None,
+    flags: Sequence[tuple[str, str | None]] = (),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Loaded:
+    """The configuration of a run. Flags are (key, text), text None for a bare `--switch`; overrides are values."""
+    known = catalog(family)
+    preset = preset or "production"
+    layers = [
+        from_document(document, known, preset=preset) for document in reader.read_file(preset_file(family, preset))
+    ]
+    if file is not None:
+        layers += [from_document(document, known) for document in read_config(file)]
+    layers.append([from_flag(key, text, known) for key, text in flags])
+    layers.append(from_overrides(overrides, known))
+    return resolve(family, layers, preset=preset)
+
+
+def from_dict(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+    """The configuration a dictionary holds, over the defaults: what `to_dict` gave, or a documented file's content."""
+    family = str(tree.get("family", "llama"))
+    document = reader.Document(where, dict(tree))
+    return resolve(family, [from_document(document, catalog(family))], preset="").config
+
+
+def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
+    """The configuration a run was started with, changed by flags."""
+    path = run / "config.json"
+    try:
+        saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        family, preset, tree = str(saved["family"]), str(saved["preset"]), dict(saved["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"no run here: {type(error).__name__} while reading its configuration", where=str(path)
+        ) from None
+    known = catalog(family)
+    layers = [
+        from_document(reader.Document(str(path), tree), known),
+        [from_flag(key, text, known) for key, text in flags],
+    ]
+    return resolve(family, layers, preset=preset)
+
+
+# ------------------------------------------------------------------------------------------------ presets and files
+
+
+def presets(family: str) -> list[str]:
+    """The names of a family's presets."""
+    return sorted(path.stem for path in _presets_folder(family).glob("*.json"))
+
+
+def preset_file(family: str, name: str) -> Path:
+    """The file of a preset, or a refusal that lists them."""
+    config_class(family)
+    if name not in presets(family):
+        raise ConfigError(f"no preset {name[:80]!r}", where="--preset", hint=registry.suggest(name, presets(family)))
+    return _presets_folder(family) / f"{name}.json"
+
+
+def _presets_folder(family: str) -> Path:
+    return next((folder for folder in PRESETS_FOLDERS if folder.is_dir()), PRESETS_FOLDERS[0]) / family
+
+
+def read_config(path: Path) -> list[reader.Document]:
+    """A file the user named, with all it includes."""
+    try:
+        there = path.exists()
+    except (OSError, ValueError):  # a name no file can have
+        there = False
+    if not there:
+        raise ConfigError(
+            "no such configuration file",
+            where=f"--config {str(path)[:300]!r}" if not str(path).isprintable() else f"--config {str(path)[:300]}",
+            hint="lockstep init llama DIR puts examples into a folder: custom_config.json, test_config.json, "
+            "single_gpu.json, debug_config.json, my_config.json, config_stable.json",
+        )
+    return reader.read_file(path)
+
+
+# ------------------------------------------------------------------------------------------------ out again
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """A copy as plain JSON values, secrets masked."""
+    tree = config.model_dump(mode="json")
+    for setting in catalog(config.family).settings.values():
+        if setting.secret and tree[setting.path[0]][setting.path[1]] is not None:
+            tree[setting.path[0]][setting.path[1]] = MASK
+    return tree
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide the numbers, by dotted key."""
+    tree = to_dict(config)
+    return {
+        setting.key: tree[path[0]] if len(path) == 1 else tree[path[0]][path[1]]
+        for path, setting in catalog(config.family).settings.items()
+        if setting.role == "identity"
+    }
+
+
+def identity_hash(config: RunConfig) -> str:
+    """Equal for two configurations exactly when they decide the same numbers."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()
+
+
+def identity_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One readable line per setting in which two identities differ."""
+    return [
+        f"{key}: {show_value(old[key]) if key in old else 'not set'} in the checkpoint, "
+        f"{show_value(new[key]) if key in new else 'not set'} now"
+        for key in sorted({*old, *new})
+        if key not in old or key not in new or old[key] != new[key]
+    ]

@@ -1,0 +1,109 @@
+"""Other words for the settings: those of documented files and of other families, and those that retired."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[str, ...]
+
+# An old path or a plain word -> the setting. A plain word is accepted at the top of a file, as a flag,
+# and in the section of its setting.
+_MOVED = {
+    "training.num_workers": "data.num_workers",
+    "hf_token": "data.hf_token",
+    "max_train_samples": "data.max_train_samples",
+    "experiment_name": "run.experiment_name",
+    "run_name": "run.name",
+    "tags": "run.tags",
+    "train_batch_size": "training.batch_size",
+    "batch_size_per_gpu": "training.batch_size",
+    "gradient_accumulation_steps": "training.grad_accum_nums",
+    "lr": "training.learning_rate",
+    "train_timesteps": "training.max_steps",
+    "n_transit": "training.context_length",
+    "max_seq_len": "training.context_length",
+    "sequence_length": "training.context_length",
+    "tf_n_layer": "model.num_layers",
+    "n_layers": "model.num_layers",
+    "tf_n_head": "model.num_attention_heads",
+    "n_heads": "model.num_attention_heads",
+    "tf_n_embd": "model.hidden_size",
+    "n_embed": "model.hidden_size",
+    "tf_n_inner": "model.intermediate_size",
+    "mixed_precision": "training.precision",
+    "summary_interval": "report.log_interval",
+    "ckpt_interval": "training.save_interval",
+}
+QUIET = frozenset(
+    {"hf_token", "max_train_samples", "experiment_name", "run_name", "tags"}
+)  # documented places: no notice
+
+DTYPES = {
+    "bfloat16": "bf16", "bf16": "bf16",
+    "float16": "fp16", "fp16": "fp16", "half": "fp16",
+    "float32": "fp32", "fp32": "fp32", "float": "fp32", "full": "fp32", "no": "fp32",
+}  # fmt: skip
+
+# Read together at the end, because two of them may stand in different layers.
+USE_AMP: Path = ("training", "use_amp")
+AMP_DTYPE: Path = ("training", "amp_dtype")
+MAX_SEQ_LENGTH: Path = ("data", "max_seq_length")
+JOINT = frozenset({USE_AMP, AMP_DTYPE, MAX_SEQ_LENGTH})
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A key that lockstep has no use for: its inert values pass with a notice, all others are refused."""
+
+    inert: tuple[Any, ...]
+    reason: str
+    hint: str = "remove the key"
+
+
+_NO_AUGMENTATION = "text is never augmented"
+_NO_RANKS = "lockstep itself decides how many processes run"
+RETIRED: dict[Path, Retired] = {
+    ("data", "use_augmentation"): Retired((False,), _NO_AUGMENTATION),
+    ("data", "augmentation_prob"): Retired((0, 0.0, 0.1), _NO_AUGMENTATION),
+    ("system", "use_distributed"): Retired((False,), _NO_RANKS),
+    ("system", "world_size"): Retired((1,), _NO_RANKS),
+    ("system", "rank"): Retired((0,), _NO_RANKS),
+    ("system", "backend"): Retired(("nccl", "gloo"), _NO_RANKS),
+    ("trust_remote_code",): Retired(
+        (False,), "lockstep never runs code from a model repository", "false, or no such key"
+    ),
+    ("$schema",): Retired((), ""),  # editors put it there
+}
+
+
+def moved(path: Path) -> Path | None:
+    """Where a setting lives now; None if it never moved."""
+    target = _MOVED.get(".".join(path))
+    if target is None and len(path) == 2:
+        target = _MOVED.get(path[1])
+        if target is not None and not target.startswith(f"{path[0]}."):
+            target = None
+    return tuple(target.split(".")) if target else None
+
+
+def former_words(key: str) -> list[str]:
+    """The other words that are read as this setting."""
+    words = [word for word, target in _MOVED.items() if target == key]
+    if key == "training.precision":
+        words += ["training.use_amp", "training.amp_dtype"]
+    if key == "training.context_length":
+        words.append("data.max_seq_length (must be equal)")
+    return words
+
+
+def dtype(value: Any) -> str | None:
+    """`torch.bfloat16`, `half`, ... as a precision of ours; None if it is no such word."""
+    return DTYPES.get(value.removeprefix("torch.").lower()) if isinstance(value, str) else None
+
+
+def precision_of(use_amp: bool | None, amp_dtype: str | None) -> str:
+    """What the documented pair means: no autocast is fp32; autocast without a type is left to the machine."""
+    if use_amp is False:
+        return "fp32"
+    return amp_dtype or "auto"

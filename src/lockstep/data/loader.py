@@ -1,0 +1,124 @@
+"""From the table to the batches of a step, ahead of time, always in the same order.
+
+Threads and not processes: rows are memory-mapped and a collate is a gather, so there is nothing to copy between
+processes and nobody who could be left behind. Worker w of N makes the steps w, w + N, w + 2N, ... into a queue of its
+own, and the reader takes from the queues in turn: batches are the same for any number of workers and any first step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.contracts import Batch, Draw, Objective, Rows
+from lockstep.data.order import Order
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from lockstep.data.cache import Table
+
+
+@dataclass
+class Loader:
+    """An endless iterator over the micro-batches of each step, from `start_step` on. Close it when done."""
+
+    table: Table
+    objective: Objective
+    seed: int = field(kw_only=True)
+    micro_rows: int = field(kw_only=True)
+    micro_batches: int = field(kw_only=True)
+    start_step: int = field(default=0, kw_only=True)
+    workers: int = field(default=0, kw_only=True)
+    prefetch: int = field(default=2, kw_only=True)  # steps each worker keeps ready
+    pin: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._step = self.start_step
+        self._order = Order(self.table.rows, self.seed)
+        self._slots = np.arange(self.micro_rows * self.micro_batches).reshape(self.micro_batches, self.micro_rows)
+        self._stop = threading.Event()
+        self._ready = [queue.Queue[list[Batch] | BaseException](self.prefetch) for _ in range(self.workers)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(index,), name=f"loader-{index}", daemon=True)
+            for index in range(self.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """The micro-batches of the next step. What went wrong for a step is raised at that step."""
+        assert not self._stop.is_set(), "the loader is closed"
+        if not self.workers:
+            made = self._attempt(self._order, self._step)
+        else:
+            made = self._ready[(self._step - self.start_step) % self.workers].get()
+        if isinstance(made, BaseException):
+            self.close()
+            raise made
+        self._step += 1
+        return made
+
+    def batches(self, order: Order, step: int) -> list[Batch]:
+        """The micro-batches of one step: micro-batch m holds slots m * micro_rows and following."""
+        ids, epochs = order.at(step * self._slots.size, self._slots.size)
+        draw = Draw(self.seed, step, self._slots.size)
+        made: list[Batch] = []
+        for index, slots in enumerate(self._slots):
+            part = slice(index * self.micro_rows, (index + 1) * self.micro_rows)
+            rows = Rows(ids[part], epochs[part], slots, self.table.take(ids[part]))
+            batch = self.objective.collate(rows, draw)
+            made.append(batch.pin() if self.pin else batch)
+        return made
+
+    def close(self) -> None:
+        """End the workers. Each puts at most one more step, for which emptying its queue makes room."""
+        self._stop.set()
+        for ready in self._ready:
+            while not ready.empty():
+                ready.get_nowait()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _attempt(self, order: Order, step: int) -> list[Batch] | BaseException:
+        """A step, or why there is none."""
+        try:
+            return self.batches(order, step)
+        except BaseException as error:
+            error.add_note(f"while preparing the batch of step {step}")
+            return error
+
+    def _work(self, index: int) -> None:
+        """One worker: every `workers`-th step until the loader is closed or a step fails."""
+        order = Order(self.table.rows, self.seed)  # of its own: an Order keeps a window
+        step = self.start_step + index
+        while not self._stop.is_set():
+            made = self._attempt(order, step)
+            self._ready[index].put(made)
+            if isinstance(made, BaseException):
+                return
+            step += self.workers
+
+
+def validation_batches(table: Table, objective: Objective, *, micro_rows: int, count: int, seed: int) -> list[Batch]:
+    """The first `count` micro-batches of a table in table order, the same in every call; the last may be short."""
+    made: list[Batch] = []
+    for index, start in enumerate(range(0, min(table.rows, count * micro_rows), micro_rows)):
+        ids = np.arange(start, min(start + micro_rows, table.rows, count * micro_rows))
+        rows = Rows(ids, np.zeros_like(ids), np.arange(len(ids)), table.take(ids))
+        made.append(objective.collate(rows, Draw(seed, index, len(ids))))
+    return made

@@ -1,0 +1,89 @@
+"""The order of rows: a pure function of (seed, epoch, position), so that one integer is the whole state.
+
+Each epoch is a keyed permutation of 0..rows-1: an alternating unbalanced Feistel network on the smallest power of two
+that holds them (below 2 * rows), walking along its cycles until the value falls inside the table.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+U64 = np.ndarray[Any, np.dtype[np.uint64]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+ROUNDS = 12
+WINDOW_POSITIONS = 65_536  # permuted at a time: one by one a row costs 37 us, together 80 ns
+
+
+def splitmix64(x: U64) -> U64:
+    """A well-mixed 64-bit hash of each element (Steele, Lea and Flood 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def epoch_keys(seed: int, epochs: U64) -> U64:
+    """One key per epoch; equal seeds and epochs give equal keys on every machine."""
+    return splitmix64(splitmix64(np.array([seed], np.uint64)) ^ splitmix64(~epochs))
+
+
+def permute(offsets: U64, keys: U64, *, rows: int) -> U64:
+    """Where each offset of its epoch (given by its key) lies in the table."""
+    bits = (rows - 1).bit_length()
+    low_bits = bits // 2
+    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
+    placed = offsets.copy()
+    outside = np.arange(len(offsets))
+    while len(outside):
+        values, key = placed[outside], keys[outside]
+        low, high = values & low_mask, values >> np.uint64(low_bits)
+        for turn in range(0, ROUNDS, 2):
+            high ^= splitmix64(low ^ (key + np.uint64(turn))) & high_mask
+            low ^= splitmix64(high ^ (key + np.uint64(turn + 1))) & low_mask
+        values = (high << np.uint64(low_bits)) | low
+        placed[outside] = values
+        outside = outside[values >= rows]
+    return placed
+
+
+class Order:
+    """Rows of a table in a new random order each epoch. Positions count over all epochs from 0."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        assert rows > 0, "an empty table has no order"
+        self.rows = rows
+        self.seed = seed
+        self._start = -1
+        self._ids: I64 = np.empty(0, np.int64)
+        self._epochs: I64 = np.empty(0, np.int64)
+
+    def at(self, position: int, count: int) -> tuple[I64, I64]:
+        """Row ids and their epochs at positions position .. position + count - 1."""
+        start = position - position % WINDOW_POSITIONS
+        if position + count <= start + WINDOW_POSITIONS:
+            self._load(start)
+            part = slice(position - start, position - start + count)
+            return self._ids[part], self._epochs[part]
+        end = position + count
+        cuts = [position, *range(start + WINDOW_POSITIONS, end, WINDOW_POSITIONS), end]
+        ids, epochs = zip(*(self.at(left, right - left) for left, right in pairwise(cuts)), strict=True)
+        return np.concatenate(ids), np.concatenate(epochs)
+
+    def _load(self, start: int) -> None:
+        """Permute the window that begins at `start`, unless it is at hand."""
+        if start == self._start:
+            return
+        positions = np.arange(start, start + WINDOW_POSITIONS, dtype=np.uint64)
+        epochs = positions // np.uint64(self.rows)
+        offsets = positions - epochs * np.uint64(self.rows)
+        first = epochs[0]
+        keys = epoch_keys(self.seed, np.arange(first, epochs[-1] + np.uint64(1), dtype=np.uint64))
+        ids = permute(offsets, keys[(epochs - first).astype(np.int64)], rows=self.rows)
+        self._ids, self._epochs, self._start = ids.astype(np.int64), epochs.astype(np.int64), start

@@ -1,0 +1,191 @@
+"""Text to ids and back. Every tokenizer here is a tokenizer.json of the `tokenizers` library, ours included."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from lockstep.errors import DataError, LockstepError, NotFoundError
+
+if TYPE_CHECKING:
+    from lockstep.contracts import Array
+
+SEPARATOR = "<|endoftext|>"
+KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]", "<|eot_id|>")
+MIN_BPE_VOCAB = 257  # every byte and the separator
+HUB_WAIT_SECONDS = 25.0
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+class TokenizerFile:
+    """A tokenizer.json. No special tokens are added, and text that spells one stays text."""
+
+    def __init__(self, tokenizer: Tokenizer, *, separator: str) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        found = tokenizer.token_to_id(separator)
+        assert found is not None, separator
+        self.separator: int = found
+        self.separator_text = separator
+        added = tokenizer.get_added_tokens_decoder()
+        self.vocab_size: int = max([tokenizer.get_vocab_size(with_added_tokens=True), *(place + 1 for place in added)])
+        self._tokenizer = tokenizer
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the whole definition and the separator."""
+        return hashlib.sha256(f"{self.separator}\n{self._tokenizer.to_str()}".encode()).hexdigest()
+
+    def encode(self, texts: list[str]) -> list[Array]:
+        """One uint32 array of ids per text."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids; separators and other special tokens are left out."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and tokenizer_config.json that names the separator, as Hugging Face does."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_text}
+        with (folder / "tokenizer.json").open("x", encoding="utf-8") as file:
+            file.write(self._tokenizer.to_str(pretty=True))
+        with (folder / "tokenizer_config.json").open("x", encoding="utf-8") as file:
+            file.write(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _byte_level(model: models.Model) -> Tokenizer:
+    """A tokenizer over bytes, so that any text survives the way to ids and back."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
+    """Byte-level BPE of at most vocab_size tokens. The same texts give the same tokenizer."""
+    assert vocab_size >= MIN_BPE_VOCAB
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return TokenizerFile(tokenizer, separator=SEPARATOR)
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level tokenizers: itself if printable, else one past 255."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + other.index(byte)) for byte in range(256)]
+
+
+class ByteTokenizer(TokenizerFile):
+    """One id per byte of the text, and 256 after each document."""
+
+    def __init__(self) -> None:
+        vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+        tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True, normalized=False)])
+        super().__init__(tokenizer, separator=SEPARATOR)
+
+    def encode(self, texts: list[str]) -> list[Array]:
+        """The same ids as the file gives, without asking the library."""
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+
+class AlphabetTokenizer(TokenizerFile):
+    """One id per letter of an alphabet, for sources of symbols. The first letter is also the separator."""
+
+    def __init__(self, alphabet: str) -> None:
+        vocab = {letter: place for place, letter in enumerate(alphabet)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.decoder = decoders.Fuse()
+        end = alphabet[0]  # so that the file itself says what ends a document
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 0)])
+        super().__init__(tokenizer, separator=end)
+
+
+def load_tokenizer(path: Path) -> TokenizerFile:
+    """The tokenizer of a folder with tokenizer.json, or of that file."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise NotFoundError("there is no tokenizer.json", where=str(file)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the tokenizer: {error}", where=str(file)) from error
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # the library raises bare Exception for anything it does not like
+        raise DataError(f"not a tokenizer.json of the tokenizers library: {error}", where=str(file)) from error
+    return TokenizerFile(tokenizer, separator=_separator(tokenizer, file))
+
+
+def _separator(tokenizer: Tokenizer, file: Path) -> str:
+    """The token that ends a document: the file's own end of a text, else a well-known one, else eos_token beside it."""
+    processor = json.loads(tokenizer.to_str()).get("post_processor") or {}
+    template = processor.get("single") if processor.get("type") == "TemplateProcessing" else None
+    own = template[-1].get("SpecialToken", {}).get("id") if template else None
+    for token in (own, *KNOWN_SEPARATORS, _named_beside(file)):
+        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
+            return token
+    raise DataError(
+        "no token that could end a document",
+        where=str(file),
+        hint='{"eos_token": "..."} in a tokenizer_config.json beside it',
+    )
+
+
+def _named_beside(file: Path) -> object:
+    """eos_token of tokenizer_config.json."""
+    config = file.with_name("tokenizer_config.json")
+    if not config.is_file():
+        return None
+    try:
+        named = json.loads(config.read_text(encoding="utf-8"))["eos_token"]
+        return named["content"] if isinstance(named, dict) else named
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"no eos_token to be read: {error}", where=str(config)) from error
+
+
+def download_tokenizer(name: str, *, token: str | None) -> TokenizerFile:
+    """tokenizer.json of a model on the hub: one try, bounded in time. The token goes into the header, nowhere else."""
+    failure = NotFoundError(
+        f"the tokenizer {name!r} is neither a local folder nor to be had from the hub",
+        where="data.tokenizer_name",
+        hint="check the name and the network, set HF_TOKEN if the model is gated, or use data.tokenizer_name=builtin",
+    )
+    if not HUB_ID.fullmatch(name) or ".." in name:
+        raise failure
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise LockstepError("huggingface_hub is not installed", hint="pip install huggingface-hub") from error
+    found: list[Path] = []
+    causes: list[Exception] = []
+
+    def fetch() -> None:
+        try:
+            found.append(Path(hf_hub_download(name, "tokenizer.json", token=token, etag_timeout=10)))
+        except Exception as error:  # network, access, name: all end in the one message
+            causes.append(error)
+
+    waiter = threading.Thread(target=fetch, name="hub", daemon=True)  # the library retries for minutes; we do not
+    waiter.start()
+    waiter.join(HUB_WAIT_SECONDS)
+    if not found:
+        raise failure from (causes[0] if causes else TimeoutError(f"no answer in {HUB_WAIT_SECONDS:.0f} s"))
+    return load_tokenizer(found[0])

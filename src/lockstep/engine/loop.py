@@ -1,0 +1,212 @@
+"""The training loop. One step is always in flight: its numbers are read after the next one was launched."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.contracts import StepRecord
+from lockstep.engine import legacy
+from lockstep.engine.evaluate import evaluate
+from lockstep.engine.parts import Parts
+from lockstep.engine.state import capture
+from lockstep.engine.step import Pending
+from lockstep.errors import NonFiniteError
+from lockstep.health.fingerprint import digest_model
+from lockstep.runtime.hardware import peak_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_OVERFLOWS_IN_A_ROW = 20
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way."""
+
+    step: int
+    tokens: int
+    pending: Pending
+
+
+def run(parts: Parts) -> None:
+    """Train from parts.progress.step to the end, or until told to stop."""
+    flying: Launched | None = None
+    clock = Clock()
+    with profiling(parts) as profiler:
+        for step in range(parts.progress.step, parts.config.training.max_steps):
+            try:
+                launched = launch(parts, step)
+            except Exception:
+                if flying and not parts.stepper.updating:
+                    settle(parts, flying, clock)  # its update has taken effect: it counts
+                raise
+            landed, flying = flying, launched
+            if landed:
+                settle(parts, landed, clock)
+            if must_look(parts, step):
+                settle(parts, flying, clock)
+                flying = None
+                if attend(parts, step):
+                    return
+                clock.restart()
+            profiler.step()
+
+
+def launch(parts: Parts, step: int) -> Launched:
+    """Fetch the step's rows and queue it on the device."""
+    if parts.faults.armed:
+        parts.faults.at("loader", step, step_seconds=parts.pace.recent)
+    if due(step, parts.config.system.empty_cache_interval) and parts.device.type == "cuda":
+        torch.cuda.empty_cache()
+    batches = next(parts.batches)
+    return Launched(step, sum(batch.tokens for batch in batches), parts.stepper.launch(step, batches))
+
+
+def must_look(parts: Parts, step: int) -> bool:
+    """Whether this step's numbers are needed before the next step may start."""
+    config, done = parts.config, step + 1
+    return (
+        config.debug.enabled
+        or bool(parts.stop)
+        or done == config.training.max_steps
+        or due(done, config.training.save_interval)
+        or due(done, config.training.eval_interval)
+        or due(done, config.debug.digest_interval)
+        or 0 < config.training.patience <= parts.progress.stale_steps + 2
+    )
+
+
+def attend(parts: Parts, step: int) -> bool:
+    """What is due after a settled step: validation, saving, stopping. True when training is over."""
+    options, done = parts.config.training, step + 1
+    stale = 0 < options.patience <= parts.progress.stale_steps
+    over = done == options.max_steps or stale
+    if over or (due(done, options.eval_interval) and not parts.stop):
+        validate(parts)
+    if over or parts.stop or due(done, options.save_interval):
+        save(parts, "interrupted" if parts.stop and not over else f"step_{done}")
+    if stale:
+        logger.info(
+            "Early stopping triggered: smoothed loss %.4f has not improved by %g for %d steps",
+            parts.progress.smoothed_loss, options.min_delta, parts.progress.stale_steps,
+        )  # fmt: skip
+    if parts.stop and not over:
+        raise parts.stop.error()
+    return over
+
+
+def settle(parts: Parts, launched: Launched, clock: Clock) -> None:
+    """Wait for a step, judge it, and report it."""
+    reading = launched.pending.read()
+    seconds = clock.lap()
+    progress, config = parts.progress, parts.config
+    if not reading.fatal:
+        progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=config.training.min_delta)
+    parts.pace.note(reading.loss, launched.tokens, seconds)
+    digest_due = due(progress.step, config.debug.digest_interval)
+    flops = launched.tokens * parts.flops_per_token / seconds
+    parts.last = StepRecord(
+        step=launched.step,
+        loss=reading.loss,
+        grad_norm=reading.grad_norm,
+        lr=reading.lr,
+        seconds=seconds,
+        tokens=launched.tokens,
+        memory_bytes=peak_memory_bytes(parts.device),
+        skipped=reading.overflow,
+        loss_scale=reading.loss_scale,
+        digest=digest_model(parts.stepper.model.named_parameters()) if digest_due else "",
+        eta_seconds=(config.training.max_steps - progress.step) * parts.pace.recent,
+        mfu=flops / parts.peak_flops if parts.peak_flops else None,
+    )
+    for sink in parts.sinks:
+        sink.write(parts.last)
+    judge(parts, parts.last, fatal=reading.fatal)
+
+
+def judge(parts: Parts, record: StepRecord, *, fatal: bool) -> None:
+    """Stop the run on NaN, on Inf, and on an fp16 scale that finds no footing."""
+    where = f"step {record.step}"
+    if fatal:
+        name = "loss" if record.loss != record.loss or abs(record.loss) == float("inf") else "gradient norm"
+        value = record.loss if name == "loss" else record.grad_norm
+        raise NonFiniteError(
+            f"{name} is {value}; the weights before this step are kept",
+            where=where,
+            hint="lower training.learning_rate or model.init_std, or use --precision fp32",
+        )
+    if parts.progress.overflow_run >= MAX_OVERFLOWS_IN_A_ROW or record.loss_scale < 1:
+        raise NonFiniteError(
+            f"fp16 overflowed {parts.progress.overflow_run} times in a row (loss scale {record.loss_scale:g})",
+            where=where,
+            hint="--precision bf16 or fp32",
+        )
+
+
+def validate(parts: Parts) -> None:
+    """Measure the validation batches and tell everyone."""
+    measures = evaluate(parts.stepper, parts.validation)
+    parts.val_loss = measures["loss"]
+    parts.tell("eval", step=parts.progress.step, **{f"val_{name}": value for name, value in measures.items()})
+
+
+def save(parts: Parts, name: str) -> Path:
+    """Publish a checkpoint, and the documented .pt file called `name` where one is wanted."""
+    state = capture(parts.stepper, parts.progress, parts.about)
+    path = parts.checkpointer.save(parts.progress.step, state)
+    parts.tell("save", step=parts.progress.step, path=str(path))
+    if parts.config.training.checkpoint_dir:
+        epoch = parts.progress.step * parts.batch_rows // parts.rows
+        documented = Path(parts.config.training.checkpoint_dir) / f"{name}.pt"
+        legacy.write(documented, parts.stepper, state, epoch=epoch, config=parts.about["config"])
+        parts.tell("export", step=parts.progress.step, path=str(documented))
+    return path
+
+
+def due(done: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps happens after `done` of them."""
+    return interval > 0 and done % interval == 0
+
+
+class Clock:
+    """Seconds between settled steps."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.since = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self.since = now - self.since, now
+        return seconds
+
+
+class NoProfiler:
+    """Stands where no profile was asked for."""
+
+    def step(self) -> None: ...
+
+
+@contextlib.contextmanager
+def profiling(parts: Parts) -> Iterator[NoProfiler | torch.profiler.profile]:
+    """Trace a few steps after the first ones to parts.trace_file."""
+    if parts.trace_file is None:
+        yield NoProfiler()
+        return
+    trace_file = parts.trace_file
+    steps = max(1, min(3, parts.config.training.max_steps - parts.progress.step - 2))
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1)
+    with torch.profiler.profile(
+        schedule=schedule, on_trace_ready=lambda profile: profile.export_chrome_trace(str(trace_file))
+    ) as profiler:
+        yield profiler
+    logger.info("Profile saved: %s", trace_file)

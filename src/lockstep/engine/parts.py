@@ -1,0 +1,75 @@
+"""What a run is made of, once assembled: the loop works with these and builds nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.schema import RunConfig
+from lockstep.contracts import Batch, Sink, StepRecord
+from lockstep.engine.checkpoint import Checkpointer
+from lockstep.engine.progress import Progress
+from lockstep.engine.step import Stepper
+from lockstep.runtime import faults
+from lockstep.runtime.signals import StopRequest
+
+
+@dataclass
+class Pace:
+    """How fast this process trains; the first steps, in which caches warm up, do not count."""
+
+    warm_up: int = 3
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    recent: float = 0.0  # seconds of a step, smoothed
+    first_loss: float | None = None
+
+    def note(self, loss: float, tokens: int, seconds: float) -> None:
+        """Take a step into account."""
+        self.steps += 1
+        self.recent = seconds if self.steps <= self.warm_up else 0.9 * self.recent + 0.1 * seconds
+        if self.first_loss is None:
+            self.first_loss = loss
+        if self.steps == self.warm_up + 1:
+            self.tokens, self.seconds = 0, 0.0
+        self.tokens += tokens
+        self.seconds += seconds
+
+
+@dataclass
+class Parts:
+    """One worker's share of a run."""
+
+    config: RunConfig
+    device: torch.device
+    stepper: Stepper
+    progress: Progress
+    batches: Iterator[list[Batch]]  # the micro-batches of each step, from progress.step on
+    validation: Sequence[Batch]  # the same batches at every validation
+    checkpointer: Checkpointer
+    sinks: Sequence[Sink]
+    stop: StopRequest
+    faults: faults.Plan
+    about: Mapping[str, Any]  # what a checkpoint belongs to
+    rows: int  # of the training table: one epoch
+    flops_per_token: float
+    peak_flops: float | None
+    trace_file: Path | None = None  # where to put a profile, if one was asked for
+    last: StepRecord | None = None
+    val_loss: float | None = None
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of the global batch."""
+        return self.config.training.batch_size * self.config.training.grad_accum_nums
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """An event to every sink."""
+        for sink in self.sinks:
+            sink.event(kind, fields)

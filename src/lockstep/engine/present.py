@@ -1,0 +1,74 @@
+"""What the banner and the summary say about a run."""
+
+from __future__ import annotations
+
+import math
+
+import lockstep
+from lockstep.engine.build import Assembled, Plan
+from lockstep.engine.parts import Parts
+from lockstep.models.shapes import memory_bytes
+from lockstep.report.console import Banner, Summary
+from lockstep.rundir import RunDir
+from lockstep.runtime import determinism, env, hardware
+
+
+def banner(run: RunDir, planned: Plan, assembled: Assembled) -> Banner:
+    """The facts before the first step."""
+    config, shape, options = planned.config, planned.shape, planned.config.training
+    memory = memory_bytes(
+        shape,
+        batch_size=options.batch_size,
+        context_length=options.context_length,
+        dtype_name=options.precision,
+        checkpointing=config.system.gradient_checkpointing,
+        compiled=assembled.built.compiled,
+    )
+    total = hardware.total_memory_bytes(planned.device)
+    label = env.detect().tag
+    return Banner(
+        experiment=config.run.experiment_name,
+        run=str(run.root),
+        device=hardware.device_name(planned.device) + (f", {total / 2**30:.1f} GiB" if total else ""),
+        model=f"{config.model.model_path}, {shape.num_layers} layers, width {shape.hidden_size:,}",
+        parameters=shape.parameters(),
+        memory_bytes={
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "optimizer": memory.moments,
+            "activations": memory.activations + memory.copies + memory.head,
+        },
+        tokens_per_step=assembled.parts.batch_rows * options.context_length,
+        max_steps=options.max_steps,
+        dataset=f"{assembled.prepared.source}, {assembled.prepared.train.rows:,} rows",
+        precision=options.precision,
+        attention=assembled.built.attention + (", compiled" if assembled.built.compiled else ""),
+        determinism=determinism.label(planned.device, deterministic=config.system.deterministic),
+        batch=f"{options.batch_size} rows x {options.grad_accum_nums} micro-batches x {options.context_length:,}",
+        tag=label.replace("GPU", "GPU "),
+        version=lockstep.__version__,
+    )
+
+
+def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
+    """The facts after the last step."""
+    pace = parts.pace
+    rate = pace.tokens / pace.seconds if pace.seconds else 0.0
+    return Summary(
+        steps=parts.progress.step,
+        loss=parts.last.loss if parts.last else math.nan,
+        first_loss=pace.first_loss,
+        val_loss=parts.val_loss,
+        tokens_per_second=rate,
+        mfu=rate * parts.flops_per_token / parts.peak_flops if parts.peak_flops and rate else None,
+        seconds=seconds,
+        peak_memory_bytes=hardware.peak_memory_bytes(parts.device),
+        skipped=parts.progress.skipped,
+        sample=sample,
+        results=str(run.root),
+        next_commands=(
+            f'lockstep sample {run.root} "{parts.config.report.sample_prompt.strip() or "The"}"',
+            f"lockstep export {run.root} --to hf",
+            f"tensorboard --logdir {run.tensorboard}",
+        ),
+    )

@@ -1,0 +1,182 @@
+"""One optimizer step: forward, backward, clip, update - and no look at the device until the loop asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lockstep.contracts import Batch, Objective
+from lockstep.engine.options import TrainingOptions
+from lockstep.engine.schedule import learning_rates
+from lockstep.health.finite import gradient_warnings
+from lockstep.runtime import faults
+from lockstep.runtime.determinism import reseed
+from lockstep.runtime.precision import Precision
+
+logger = logging.getLogger(__name__)
+
+NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the host learns of a step, once it looks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    fatal: bool  # NaN or Inf: nothing was updated, and nothing will be
+    overflow: bool  # fp16 only: nothing was updated, the scale was halved
+    loss_scale: float
+
+
+class Pending:
+    """A step that was launched; `read` waits for it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.event = None
+        self.values = values
+        if values.is_cuda:
+            self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> Reading:
+        if self.event is not None:
+            self.event.synchronize()
+        loss, grad_norm, lr, fatal, overflow, scale = self.values.tolist()
+        return Reading(loss, grad_norm, lr, bool(fatal), bool(overflow), scale)
+
+
+def make_optimizer(model: nn.Module, options: TrainingOptions, device: torch.device) -> torch.optim.AdamW:
+    """Fused AdamW; no decay on norms, embeddings and 1-D tensors. Its lr is a tensor that the step sets."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for parameter in model.parameters():
+        (plain if parameter.ndim < 2 or id(parameter) in embeddings else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=torch.zeros((), device=device),
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_epsilon,
+        fused=True,
+    )
+
+
+class Stepper:
+    """Everything a step needs, with its state on the device.
+
+    A bad step changes nothing: fused AdamW's `found_inf` leaves parameters, moments and counts untouched, and
+    `halted` is sticky, so that after a NaN the weights before it are still there when the host reads the flag.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        options: TrainingOptions,
+        *,
+        precision: Precision,
+        seed: int,
+        faults: faults.Plan,
+    ) -> None:
+        self.model, self.objective, self.precision, self.seed, self.faults = model, objective, precision, seed, faults
+        self.device = precision.device
+        self.max_norm = options.max_grad_norm
+        self.optimizer = make_optimizer(model, options, self.device)
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        self.rates = learning_rates(options).to(self.device)
+        self.last_rate = torch.tensor(options.max_steps - 1, device=self.device)
+        self.applied = torch.zeros((), dtype=torch.int64, device=self.device)  # updates that took effect
+        self.halted = torch.zeros((), device=self.device)
+        self.debug = False  # look at every gradient, at the price of a sync
+        self.updating = False  # True only inside the optimizer: the one place where the state is not whole
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def launch(self, step: int, batches: Sequence[Batch]) -> Pending:
+        """Queue one optimizer step over its micro-batches."""
+        if self.faults.armed:
+            self.faults.at("forward", step)
+        loss = self.accumulate(step, batches)
+        if self.faults.armed:
+            self.faults.at("backward", step)
+            loss = self.faults.loss(loss, step)
+            self.faults.gradients(self.model.named_parameters(), step)
+        if self.debug:
+            scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
+            for line in gradient_warnings(self.model.named_parameters(), scale=scale):
+                logger.warning("%s", line)
+        return self.update(step, loss)
+
+    def accumulate(self, step: int, batches: Sequence[Batch]) -> torch.Tensor:
+        """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of all of them."""
+        terms = self.objective.terms
+        weights = {term: max(1, sum(batch.weights[term] for batch in batches)) for term in terms}
+        scale = self.precision.scaler.scale if self.precision.scaler else None
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(batches):
+            reseed(self.device, self.seed, step, index)
+            with self.precision.context():
+                sums = self.objective.loss(self.model, batch.to(self.device))
+            part = sum(
+                (sums[term].float() * (terms[term] / weights[term]) for term in terms), start=total.new_zeros(())
+            )
+            (part if scale is None else part * scale).backward()
+            total = total + part.detach()
+        return total
+
+    def update(self, step: int, loss: torch.Tensor) -> Pending:
+        """Clip and apply the gradients, unless something is not finite."""
+        scaler = self.precision.scaler
+        norm = total_norm(self.parameters)
+        if scaler:
+            norm = norm / scaler.scale
+        bad_loss, bad_norm = ~torch.isfinite(loss), ~torch.isfinite(norm)
+        overflow = (bad_norm & ~bad_loss).float() if scaler else torch.zeros_like(loss)
+        fatal = (bad_loss | bad_norm).float() - overflow
+        self.halted = torch.maximum(self.halted, fatal)
+        skip = torch.maximum(self.halted, overflow)
+        self.lr.copy_(self.rates[torch.minimum(self.applied, self.last_rate)])
+        divisor = torch.ones_like(norm) if scaler is None else scaler.scale
+        if self.max_norm > 0:
+            divisor = divisor * torch.clamp((norm + NORM_EPSILON) / self.max_norm, min=1.0)
+        if self.faults.armed and step >= 0:
+            self.faults.at("optimizer", step)
+        self.optimizer.grad_scale, self.optimizer.found_inf = divisor, skip  # pyright: ignore[reportAttributeAccessIssue]
+        self.updating = True
+        self.optimizer.step()
+        self.updating = False
+        self.applied += 1 - skip.long()
+        values = torch.stack([loss, norm, self.lr, fatal, overflow, scaler.scale if scaler else torch.ones_like(loss)])
+        if scaler:
+            scaler.update(overflow)
+        if self.faults.armed and step >= 0:
+            self.faults.weights(self.model.named_parameters(), step)
+        return Pending(values)
+
+    def rehearse(self, batches: Sequence[Batch]) -> Reading:
+        """A whole step that changes nothing: meets out-of-memory at once, compiles, and shows the first loss."""
+        scale = self.precision.scaler.state_dict() if self.precision.scaler else None
+        self.halted.fill_(1.0)
+        reading = self.update(-1, self.accumulate(-1, batches)).read()
+        self.halted = torch.zeros_like(self.halted)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.precision.scaler and scale:
+            self.precision.scaler.load_state_dict(scale)
+        return reading
+
+
+def total_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The 2-norm of all gradients together."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))

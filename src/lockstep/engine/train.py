@@ -1,0 +1,199 @@
+"""One run from a configuration to its results: folder, log, data, model, loop, summary."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lockstep import rundir
+from lockstep.config.load import Loaded, to_dict
+from lockstep.contracts import SampleOptions, Sink
+from lockstep.engine import endings, inference, loop, present, resume
+from lockstep.engine.build import Assembled, Plan, assemble, plan, versions
+from lockstep.engine.parts import Parts
+from lockstep.errors import ConfigError
+from lockstep.report.console import ConsoleSink
+from lockstep.report.jsonl import EventSink
+from lockstep.report.logs import setup_logging
+from lockstep.report.tensorboard import TensorboardSink
+from lockstep.rundir import RunDir
+from lockstep.runtime import determinism, env, hardware, signals
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOSS_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    run: Path
+    steps: int
+    loss: float
+    val_loss: float | None
+    exit_code: int = 0
+
+
+def train(loaded: Loaded) -> Result:
+    """Train what the configuration says. Failures raise LockstepError; the run folder tells the rest."""
+    start_log(loaded, None)
+    for notice in loaded.notices:
+        logger.info("%s", notice)
+    system = loaded.config.system
+    with signals.listening() as stop:
+        device = hardware.pick_device(system.device, system.device_id)
+        with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
+            planned = plan(loaded, device)
+            point = resume.find(planned.config, planned.identity_hash)
+            run = point.run if point and point.run else new_run(planned, loaded)
+            with owned(run):
+                start_log(loaded, run)
+                return train_in(run, planned, point, stop)
+
+
+def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop: signals.StopRequest) -> Result:
+    """Train in a run folder that is ours."""
+    config = planned.config
+    started = time.perf_counter()
+    console = ConsoleSink(
+        config.training.max_steps,
+        clip=config.training.max_grad_norm > 0,
+        log_interval=config.report.log_interval,
+        progress=config.report.progress,
+    )
+    sinks: list[Sink] = [console, EventSink(run.events)]
+    if config.report.tensorboard:
+        sinks.append(TensorboardSink(run.tensorboard))
+    parts: Parts | None = None
+    with contextlib.ExitStack() as closing:
+        for sink in sinks:
+            closing.callback(sink.close)
+        try:
+            for name in rundir.sweep(run.checkpoints):
+                logger.info("Removed an unfinished save: %s", name)
+            assembled = assemble(planned, run, point=point, sinks=sinks, stop=stop)
+            closing.callback(assembled.loader.close)
+            parts = assembled.parts
+            announce(run, planned, assembled, point)
+            if parts.progress.step < config.training.max_steps:
+                rehearse(parts, planned)
+                stop.patient = True
+                loop.run(parts)
+                stop.patient = False
+            else:
+                logger.info("Nothing left to do: all %d steps are done", config.training.max_steps)
+                loop.validate(parts)
+            console.summary(present.summary(run, parts, draw_sample(parts, assembled), time.perf_counter() - started))
+            parts.tell(
+                "end", exit_code=0, step=parts.progress.step, tokens=parts.progress.tokens, val_loss=parts.val_loss
+            )
+        except BaseException as error:
+            stop.patient = False
+            explained = endings.explain(error, config, planned.device)
+            endings.end_badly(run, explained, sinks, parts)
+            if explained is error:
+                raise
+            raise explained from error
+    return Result(run.root, parts.progress.step, parts.last.loss if parts.last else math.nan, parts.val_loss)
+
+
+def start_log(loaded: Loaded, run: RunDir | None) -> None:
+    """Lines to the screen and, once there is a run folder, to every log file that is wanted."""
+    tag, config = env.detect().tag, loaded.config
+    files: list[Path] = []
+    if run:
+        files.append(run.worker(tag) / "log.txt")
+        if config.report.log_file:
+            files.append(Path(config.report.log_file))
+        if config.system.log_dir:
+            files.append(Path(config.system.log_dir) / run.root.name / f"{tag.lower() or 'cpu'}.log")
+    setup_logging(tag=tag, prefix=config.report.log_prefix, level=config.debug.log_level, log_files=files)
+
+
+def new_run(planned: Plan, loaded: Loaded) -> RunDir:
+    """A fresh run folder with its configuration; fails before anything is loaded if it cannot be written."""
+    config, out = planned.config, Path(planned.config.run.out)
+    name = config.run.name or f"{config.family}-{loaded.preset or 'custom'}-{rundir.timestamp()}"
+    if config.run.name is None and (out / name).exists():  # two in one second
+        name = f"{name}-{time.time_ns() % 1_000_000:06d}"
+    run = rundir.create_run(out, name)
+    saved = {
+        "family": config.family,
+        "preset": loaded.preset,
+        "created": time.time(),
+        "identity_hash": planned.identity_hash,
+        "config": to_dict(config),
+        "origins": {key: f"{origin.layer} {origin.where}".strip() for key, origin in loaded.origins.items()},
+    }
+    about_place = {"variables": env.saved(), "versions": versions(), "argv": [env.redact(word) for word in sys.argv]}
+    try:
+        rundir.write_json(run.config, saved)
+        rundir.write_json(run.env, about_place)
+        if config.system.output_dir:
+            path = Path(config.system.output_dir) / f"{config.run.experiment_name}_config.json"
+            rundir.write_json(path, saved["config"])
+            logger.info("Configuration saved to %s", path)
+    except OSError as error:
+        raise rundir.io_error(error, run.root, doing="writing the configuration") from error
+    return run
+
+
+@contextlib.contextmanager
+def owned(run: RunDir) -> Iterator[None]:
+    """One process at a time trains in a run folder."""
+    lock = FileLock(run.root / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            "another process is training in this run", where=str(run.root), hint="wait for it, or --name NEW"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def announce(run: RunDir, planned: Plan, assembled: Assembled, point: resume.ResumePoint | None) -> None:
+    """What is about to happen, before it does."""
+    parts = assembled.parts
+    for notice in (*assembled.prepared.notices, *assembled.built.notices):
+        logger.info("%s", notice)
+    parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled).fields())
+    if point:
+        parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint))
+
+
+def rehearse(parts: Parts, planned: Plan) -> None:
+    """A step that changes nothing: out-of-memory comes now, and the first loss shows whether the model is sane."""
+    first = next(parts.batches)
+    parts.batches = itertools.chain([first], parts.batches)
+    reading = parts.stepper.rehearse(first)
+    if parts.progress.step > 0 or parts.config.model.init != "random":
+        return
+    std = parts.config.model.head_init_std or parts.config.model.init_std
+    expected = math.log(planned.shape.vocab_size) + planned.shape.hidden_size * std**2 / 2
+    parts.tell("first_loss", step=0, loss=reading.loss, expected=expected)
+    if not abs(reading.loss - expected) <= FIRST_LOSS_TOLERANCE:
+        logger.warning("First loss %.4f, expected %.2f = ln V + d std^2 / 2", reading.loss, expected)
+
+
+def draw_sample(parts: Parts, assembled: Assembled) -> str:
+    """What the model says to the configured prompt."""
+    report, tokenizer = parts.config.report, assembled.prepared.tokenizer
+    if not report.sample_prompt:
+        return ""
+    options = SampleOptions(tokens=report.sample_tokens, seed=parts.config.system.seed, stop=(tokenizer.separator,))
+    return inference.continue_text(
+        parts.stepper.model, parts.stepper.objective, tokenizer, report.sample_prompt, options
+    )

@@ -1,0 +1,92 @@
+"""The families of models, and their documented scripts put into any folder."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import ConfigError, NotFoundError, OutputError
+
+INTERPRETER_FILE = ".lockstep-python"  # tells the copied shell scripts which interpreter has lockstep
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models and the scripts its guide names; no folder: not built yet."""
+
+    name: str
+    what: str
+    folder: str = ""
+    commands: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            "llama",
+            "LLaMA, next-token prediction",
+            "model_check",
+            (
+                "bash run.sh [--debug] [--config my_config.json]",
+                "bash run_training.sh [--debug] [--config test_config.json]",
+                "python3 pretrain_main.py [--debug | --preset NAME] [--config custom_config.json] [--max-steps 10]",
+                "python3 prepare_dataset.py",
+                "./train_gpu.sh 3 [--debug]",
+                "./train_auto_gpu.sh",
+            ),
+        ),
+        Family("mlm", "masked language models"),
+        Family("llada", "LLaDA, masked diffusion"),
+        Family("ad", "Algorithm Distillation"),
+    )
+}
+
+
+def doors_folder() -> Path:
+    """Where the documented scripts lie: in the wheel beside this file, or in the checkout."""
+    beside = Path(__file__).parent / "doors"
+    return beside if beside.is_dir() else Path(__file__).parents[2] / "doors"
+
+
+def init(family: str, folder: Path) -> list[Path]:
+    """Copy the scripts of a family into a folder; returns the new files. Refuses to change a file that is there."""
+    known = FAMILIES.get(family)
+    if known is None or not known.folder:
+        ready = ", ".join(name for name, entry in FAMILIES.items() if entry.folder)
+        raise ConfigError(
+            f"no scripts for {family!r}: {'not built yet' if known else 'unknown family'}", hint=f"one of {ready}"
+        )
+    source = doors_folder() / known.folder
+    if not source.is_dir():
+        raise NotFoundError("the scripts are missing from this installation", where=str(source))
+    files = [path for path in sorted(source.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+    pairs = [(path, folder / path.relative_to(source)) for path in files]
+    clashes = [str(new) for path, new in pairs if new.exists() and new.read_bytes() != path.read_bytes()]
+    if clashes:
+        raise ConfigError(f"would change {', '.join(clashes)}", hint="an empty folder, or move these files away")
+    written: list[Path] = []
+    try:
+        for path, new in pairs:
+            if not new.exists():
+                new.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, new)
+                new.chmod(0o755 if new.suffix == ".sh" else 0o644)
+                written.append(new)
+        (folder / INTERPRETER_FILE).write_text(sys.executable + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write: {error.strerror or error}", where=str(folder)) from error
+    return written
+
+
+def families_table() -> str:
+    """The families, which of them work today, and the commands their guides document."""
+    lines: list[str] = []
+    for family in FAMILIES.values():
+        lines.append(f"{family.name:<8}{family.what}{'' if family.folder else ' (not built yet)'}")
+        lines += [f"          {command}" for command in family.commands]
+    ready = next(family.name for family in FAMILIES.values() if family.folder)
+    lines.append(f"`lockstep init {ready} DIR` puts these scripts into a folder.")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,124 @@
+"""The output matrix and the cross-entropy in one: the sum over all targets, without all the logits at once.
+
+Shapes: N tokens, D width, V vocabulary, C tokens of one chunk.
+
+With a large vocabulary the logits are the largest tensor of the whole step (32k tokens x 128k words x 4 bytes =
+16 GB, and their gradient again). The chunked path takes C tokens at a time and computes their gradient at once, in
+the forward pass, so that only (C, V) numbers ever exist. It returns the SUM: a mean taken here would push
+fp16 gradients below their smallest number before the loss scaler could lift them. It writes no `.grad`, because under
+activation checkpointing a forward runs twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100  # a target that is none
+
+
+def linear_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, token_weights_N: Tensor | None = None, *, chunk_tokens: int
+) -> Tensor:
+    """Sum over targets != -100 of token_weight * cross-entropy(x @ weight.T), in fp32."""
+    if x_ND.shape[0] <= chunk_tokens:
+        return _plain_sum(F.linear(x_ND, weight_VD), targets_N, token_weights_N)
+    dtype = _matmul_dtype(x_ND)
+    if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
+        total = _ChunkedSum.apply(x_ND, weight_VD, targets_N, token_weights_N, chunk_tokens, dtype)
+        assert isinstance(total, Tensor)
+        return total
+    return _chunked_sum(x_ND, weight_VD, targets_N, token_weights_N, chunk_tokens, dtype)[0]
+
+
+@torch.no_grad()
+def score_next_tokens(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """(sum of cross-entropies, how many targets were the most likely token), for evaluation."""
+    total = torch.zeros((), device=x_ND.device)
+    correct = torch.zeros((), device=x_ND.device, dtype=torch.int64)
+    for x_CD, targets_C in zip(x_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True):
+        logits_CV = F.linear(x_CD, weight_VD)
+        total = total + _plain_sum(logits_CV, targets_C, None)
+        correct = correct + (logits_CV.argmax(-1) == targets_C).sum()  # never equal to IGNORE
+    return total, correct
+
+
+def _plain_sum(logits_NV: Tensor, targets_N: Tensor, token_weights_N: Tensor | None) -> Tensor:
+    logits_NV = _widen(logits_NV)
+    if token_weights_N is None:
+        return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
+    losses_N = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="none")
+    return (losses_N * token_weights_N).sum()
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    """What F.linear would compute in: autocast's choice, else the tensor's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _ChunkedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, *rest: Any) -> Tensor:
+        with torch.autocast(x_ND.device.type, enabled=False):
+            total, grad_x_ND, grad_weight_VD = _chunked_sum(x_ND, weight_VD, *rest, want_grad=True)
+        ctx.save_for_backward(grad_x_ND, grad_weight_VD)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Any
+    ) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        grad_x_ND, grad_weight_VD = ctx.saved_tensors
+        return grad_x_ND * grad, grad_weight_VD * grad, None, None, None, None
+
+
+def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come as a row
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    token_weights_N: Tensor | None,
+    chunk_tokens: int,
+    dtype: torch.dtype,
+    want_grad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The sum and, where wanted, its gradients; only one chunk's logits exist at a time."""
+    x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scale_N = (targets_N != IGNORE).to(wide)
+    if token_weights_N is not None:
+        scale_N = scale_N * token_weights_N
+    peak = scale_N.abs().max().clamp_min(1)  # weights of 1/p reach 1000: divide them out so that fp16 cannot overflow
+    total = torch.zeros((), device=x_ND.device, dtype=wide)
+    grad_x_ND = torch.empty_like(x_ND) if want_grad else None
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if want_grad else None
+    for start in range(0, x_ND.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        x_CD, scale_C = x_low_ND[rows], scale_N[rows]
+        logits_CV = F.linear(x_CD, weight_low_VD).to(wide)
+        target_C1 = torch.where(targets_N[rows] == IGNORE, 0, targets_N[rows])[:, None]
+        normaliser_C1 = logits_CV.logsumexp(-1, keepdim=True)
+        losses_C = (normaliser_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1)
+        total += (losses_C * scale_C).sum()
+        if grad_x_ND is None or grad_weight_VD is None:
+            continue
+        delta_CV = logits_CV.sub_(normaliser_C1).exp_()  # softmax, in the logits' own memory
+        delta_CV.scatter_add_(-1, target_C1, torch.full_like(normaliser_C1, -1.0))
+        delta_CV = delta_CV.mul_((scale_C / peak)[:, None]).to(dtype)
+        grad_x_ND[rows] = (delta_CV @ weight_low_VD) * peak
+        grad_weight_VD += delta_CV.T @ x_CD
+    if grad_weight_VD is not None:
+        grad_weight_VD = grad_weight_VD.mul_(peak).to(weight_VD.dtype)
+    return total, grad_x_ND, grad_weight_VD

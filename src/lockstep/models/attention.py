@@ -1,0 +1,149 @@
+"""Attention kernels by name: which one runs here, and the call itself.
+
+Shapes: B rows, L tokens, H query heads, K key/value heads (H = K * group), E head width.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lockstep.errors import ConfigError
+
+KERNELS = {
+    "native_flash": SDPBackend.FLASH_ATTENTION,
+    "native_math": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FLEX_BLOCK = 128
+
+
+def resolve(
+    backend: str, *, use_flash: bool, device_type: str, dtype_name: str, deterministic: bool, head_dim: int = 64
+) -> tuple[str, str]:
+    """(kernel that runs, one line that says so). A kernel named by the user runs or is refused."""
+    if backend == "auto":
+        return _choose(use_flash, device_type, dtype_name, deterministic, head_dim)
+    if not use_flash and backend != "native_math":
+        raise _refusal(backend, "model.use_flash_attention is false and this is a flash kernel")
+    if backend == "flash_attn":
+        return _resolve_flash_attn(device_type, dtype_name, head_dim)
+    if reason := obstacle(backend, device_type, dtype_name, head_dim):
+        raise _refusal(backend, reason)
+    if backend == "cudnn" and deterministic:
+        raise _refusal(backend, "its gradients differ from run to run, and system.deterministic is on")
+    return backend, f"attention: {backend}, as asked"
+
+
+def _choose(use_flash: bool, device_type: str, dtype_name: str, deterministic: bool, head_dim: int) -> tuple[str, str]:
+    if not use_flash:
+        return "native_math", "attention: native_math (auto; model.use_flash_attention is false)"
+    if device_type == "cpu":
+        return "native_flash", "attention: native_flash (auto; torch's own kernel for the CPU)"
+    fastest = ["cudnn", "native_flash", "flex"] if not deterministic else ["flex", "native_flash"]
+    skipped: list[str] = []
+    for name in fastest:
+        if not (reason := obstacle(name, device_type, dtype_name, head_dim)):
+            why = "same bits in every run" if deterministic else "fastest that runs here; not bit-reproducible"
+            return name, f"attention: {name} (auto; {why}{''.join(skipped)})"
+        skipped.append(f"; not {name}: {reason}")
+    return "native_math", f"attention: native_math (auto{''.join(skipped)})"
+
+
+def _resolve_flash_attn(device_type: str, dtype_name: str, head_dim: int) -> tuple[str, str]:
+    """The flash-attn package where installed, else torch's kernel of the same algorithm."""
+    if reason := obstacle("native_flash", device_type, dtype_name, head_dim):
+        raise _refusal("flash_attn", reason)
+    if device_type != "cuda":
+        raise _refusal("flash_attn", "FlashAttention needs a CUDA GPU, and the flash-attn package one too")
+    if has_package("flash_attn"):
+        return "flash_attn", "attention: flash_attn (the flash-attn package)"
+    return "native_flash", "attention: flash_attn is not installed: torch's own FlashAttention kernel (native_flash)"
+
+
+def obstacle(backend: str, device_type: str, dtype_name: str, head_dim: int) -> str:
+    """Why this kernel cannot run here, or ''."""
+    if backend == "native_math" or (backend == "native_flash" and device_type == "cpu"):
+        return ""
+    if device_type != "cuda":
+        no_backward = "flex attention has no backward pass on the CPU"
+        return no_backward if backend == "flex" else "it needs a CUDA GPU"
+    if backend == "flex":
+        return "" if has_package("triton") else "flex attention needs the triton package"
+    if dtype_name not in HALF:
+        return f"it computes in bf16 and fp16, not in {dtype_name}"
+    return probe(backend, dtype_name, head_dim)
+
+
+def probe(backend: str, dtype_name: str, head_dim: int) -> str:
+    """Try the kernel once, forward and backward, on the GPU at hand; the reason if it cannot, else ''."""
+    q = torch.zeros(1, 4, 128, head_dim, device="cuda", dtype=HALF[dtype_name], requires_grad=True)
+    k = torch.zeros(1, 2, 128, head_dim, device="cuda", dtype=HALF[dtype_name])
+    try:
+        attend(q, k, k, backend=backend).sum().backward()
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:120]
+    return ""
+
+
+def has_package(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _refusal(backend: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"attention_backend {backend} cannot be used: {reason}",
+        where="model.attention_backend",
+        hint="model.attention_backend auto picks one that runs here",
+    )
+
+
+def attend(
+    q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, backend: str, causal: bool = True, block_mask: Any = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(E)) v; each k/v head serves a run of consecutive query heads."""
+    grouped = q_BHLE.shape[1] != k_BKLE.shape[1]
+    if backend == "flash_attn":
+        return _flash_attn_package(q_BHLE, k_BKLE, v_BKLE, causal=causal)
+    if backend == "flex" and block_mask is not None:
+        attended = _compiled_flex()(q_BHLE, k_BKLE, v_BKLE, block_mask=block_mask, enable_gqa=grouped)
+        assert isinstance(attended, Tensor)
+        return attended
+    if backend == "flex":  # no gradient wanted: any kernel's forward pass repeats its bits, and none needs compiling
+        return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
+    with sdpa_kernel(KERNELS[backend]):  # here and not around the model: checkpointing runs a block again, later
+        return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
+
+
+def _flash_attn_package(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, causal: bool) -> Tensor:
+    from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q_BHLE, k_BKLE, v_BKLE))
+    return flash_attn_func(q, k, v, causal=causal, deterministic=repeatable).transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    """Flex attention is only fused, and only worth having, when compiled; inside a compiled block this is inlined."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=8)
+def causal_block_mask(length: int, device: torch.device) -> Any:
+    """Which blocks of the score matrix flex attention visits; made once per length, outside any compiled block."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def causal(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(causal, None, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)

@@ -1,0 +1,225 @@
+"""LLaMA weights in Hugging Face form: safetensors files and config.json, read and written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep import rundir
+from lockstep.errors import DataError, NotFoundError, OutputError
+from lockstep.models.hub import CONFIG_FILE, read_json
+from lockstep.models.llama import Llama
+from lockstep.models.shapes import LlamaShape
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {
+    "tok_embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "mlp.w1": "mlp.gate_proj",
+    "mlp.w2": "mlp.down_proj",
+    "mlp.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def hf_name(name: str) -> str:
+    """Their name of our parameter: layers.0.attention.wq.weight -> model.layers.0.self_attn.q_proj.weight."""
+    stem = name.removesuffix(".weight")
+    if stem.startswith("layers."):
+        _, layer, inner = stem.split(".", 2)
+        return f"model.layers.{layer}.{NAMES[inner]}.weight"
+    return f"{NAMES[stem]}.weight"
+
+
+# --------------------------------------------------------------------------------------------- import
+
+
+@torch.no_grad()
+def import_weights(model: Llama, folder: Path, *, truncated: bool) -> None:
+    """Fill the model from a folder. `truncated`: layers the model does not have are left unread, nothing else is."""
+    files = _weight_map(folder)
+    wanted = {hf_name(name): parameter for name, parameter in model.named_parameters()}
+    _check_names(set(files), set(wanted), model.shape, truncated=truncated, where=folder)
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+
+        def read(name: str) -> Tensor:
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(_open(folder / file))
+            return _read(opened[file], name, where=folder / file)
+
+        for name, parameter in wanted.items():
+            tensor = read(name)
+            if tensor.shape != parameter.shape:
+                raise DataError(
+                    f"{name} is {tuple(tensor.shape)}, the model needs {tuple(parameter.shape)}", where=str(folder)
+                )
+            parameter.copy_(tensor)
+        if model.shape.tied and "lm_head.weight" in files:
+            embedding = wanted["model.embed_tokens.weight"]
+            if not torch.equal(read("lm_head.weight").to(embedding), embedding):
+                raise DataError(
+                    "lm_head.weight differs from the embedding, but the model is tied",
+                    where=str(folder),
+                    hint="model.tie_word_embeddings false",
+                )
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index or from the one file; nothing outside the folder is ever named."""
+    if (folder / INDEX_FILE).is_file():
+        listed = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(listed, Mapping):
+            raise DataError("no weight_map", where=str(folder / INDEX_FILE))
+        for name, file in listed.items():
+            if not isinstance(file, str) or not rundir.SAFE_NAME.fullmatch(file) or not file.endswith(".safetensors"):
+                raise DataError(f"{name} lies in {str(file)[:80]!r}: not a file name", where=str(folder / INDEX_FILE))
+        return dict(listed)
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise NotFoundError(f"neither {WEIGHTS_FILE} nor {INDEX_FILE}", where=str(folder))
+    with _open(path) as file:
+        return dict.fromkeys(file.keys(), WEIGHTS_FILE)
+
+
+def _check_names(found: set[str], wanted: set[str], shape: LlamaShape, *, truncated: bool, where: Path) -> None:
+    def foreseen(name: str) -> bool:
+        layer = LAYER.match(name)
+        beyond = truncated and layer is not None and int(layer[1]) >= shape.num_layers
+        return beyond or name.endswith("rotary_emb.inv_freq") or (shape.tied and name == "lm_head.weight")
+
+    if missing := sorted(wanted - found):
+        raise DataError(f"{len(missing)} tensors are missing: {_few(missing)}", where=str(where))
+    if extra := sorted(name for name in found - wanted if not foreseen(name)):
+        hint = "model.init pretrained-truncated keeps the first layers only" if LAYER.match(extra[0]) else ""
+        raise DataError(f"{len(extra)} tensors have no place: {_few(extra)}", where=str(where), hint=hint)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _open(path: Path) -> Any:
+    """Lazily: only the header is read. safetensors itself refuses headers over 100 MB and offsets beyond the file."""
+    if not path.is_file():
+        raise NotFoundError("no such file", where=str(path))
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"not a safetensors file: {error}", where=str(path)) from None
+
+
+def _read(file: Any, name: str, *, where: Path) -> Tensor:
+    try:
+        tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise DataError(f"{name}: {error}", where=str(where)) from None
+    if tensor.dtype not in DTYPES.values():
+        raise DataError(f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 weights can be trained", where=str(where))
+    return tensor
+
+
+# --------------------------------------------------------------------------------------------- export
+
+
+def export(
+    model: Llama,
+    shape: LlamaShape,
+    folder: Path,
+    *,
+    dtype: str,
+    tokenizer_file: Path | None = None,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Write a folder that `transformers` loads as it is; all of it or nothing."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError("exists and is not empty", where=str(folder), hint="another folder")
+    with rundir.publishing(folder) as new:
+        rundir.write_json(new / CONFIG_FILE, shape.to_hf(dtype_name=dtype))
+        rundir.write_json(new / "generation_config.json", _generation_config(shape))
+        if tokenizer_file is not None:
+            shutil.copyfile(tokenizer_file, new / "tokenizer.json")
+            rundir.write_json(new / "tokenizer_config.json", _tokenizer_config(tokenizer_file, shape))
+        _write_weights(model, new, dtype=DTYPES[dtype], max_shard_bytes=max_shard_bytes)
+
+
+def _write_weights(model: Llama, folder: Path, *, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    tensors = {hf_name(name): parameter for name, parameter in model.named_parameters()}
+    shards = list(_shards(tensors, dtype.itemsize, max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        single = len(shards) == 1
+        file = WEIGHTS_FILE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        copies = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        save_file(copies, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+        rundir.write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _shards(tensors: Mapping[str, Tensor], item_bytes: int, limit: int) -> Iterator[list[str]]:
+    """Names in order, cut where a file would pass the limit; a tensor is never cut."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.numel() * item_bytes > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.numel() * item_bytes
+    yield names
+
+
+def _generation_config(shape: LlamaShape) -> dict[str, Any]:
+    full = shape.to_hf()
+    return {name: full[name] for name in ("bos_token_id", "eos_token_id")}
+
+
+def _tokenizer_config(tokenizer_file: Path, shape: LlamaShape) -> dict[str, Any]:
+    """Special tokens by name, so that generation knows where to stop."""
+    added: Iterable[Any] = json.loads(tokenizer_file.read_text(encoding="utf-8")).get("added_tokens", ())
+    words = {token["id"]: token["content"] for token in added}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": shape.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    if shape.bos in words:
+        config["bos_token"] = words[shape.bos]
+    if shape.eos and shape.eos[0] in words:
+        config["eos_token"] = words[shape.eos[0]]
+    return config
+
+
+# --------------------------------------------------------------------------------------------- Meta's own files
+
+
+def halves_to_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """wq or wk for a model that turns neighbours (2i, 2i + 1), as Meta's consolidated files do; ours (i, i + E/2)."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def pairs_to_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """The way back."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)

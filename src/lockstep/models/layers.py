@@ -1,0 +1,109 @@
+"""The pieces of a LLaMA: RMSNorm, rotary positions, grouped-query attention, SwiGLU, and the block made of them.
+
+Shapes: B rows, L tokens, D width, H query heads, K key/value heads, E head width, R = E / 2 rotated pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.models.attention import attend
+from lockstep.models.shapes import LlamaShape
+
+
+def rope_frequencies(shape: LlamaShape) -> Tensor:
+    """Angle per position of each pair, (R,), with the llama3 scaling; bit-equal to transformers' inv_freq."""
+    exponents_R = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").float() / shape.head_dim
+    frequency_R = 1.0 / (shape.rope_theta**exponents_R)
+    if (scaling := shape.rope_scaling) is None:
+        return frequency_R
+    wavelength_R = 2 * math.pi / frequency_R
+    kept_R = ((scaling.original / wavelength_R - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - kept_R) * frequency_R / scaling.factor + kept_R * frequency_R
+
+
+def rope_tables(frequency_R: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin for positions 0..length-1, (L, 1, R), always fp32."""
+    angle_LR = torch.arange(length, device=frequency_R.device, dtype=torch.float32)[:, None] * frequency_R
+    return angle_LR.cos()[:, None], angle_LR.sin()[:, None]
+
+
+def rotate(x_BLHE: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
+    """Turn pair (i, i + E/2) of each head by its angle; in fp32, because bf16 angles lose far positions."""
+    first, second = x_BLHE.chunk(2, dim=-1)
+    turned = torch.cat((first * cos_L1R - second * sin_L1R, second * cos_L1R + first * sin_L1R), dim=-1)
+    return turned.to(x_BLHE.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in fp32, cast back, then times the weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        wide_BLD = x_BLD.float()
+        scale_BL1 = torch.rsqrt(wide_BLD.pow(2).mean(-1, keepdim=True) + self.eps)
+        return ((wide_BLD * scale_BL1).to(x_BLD.dtype) * self.weight).to(x_BLD.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, no biases."""
+
+    def __init__(self, shape: LlamaShape, backend: str) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.backend = backend
+        self.causal = True
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.wq = nn.Linear(shape.hidden_size, query, bias=False)
+        self.wk = nn.Linear(shape.hidden_size, key, bias=False)
+        self.wv = nn.Linear(shape.hidden_size, key, bias=False)
+        self.wo = nn.Linear(query, shape.hidden_size, bias=False)
+
+    def forward(self, x_BLD: Tensor, cos_L1R: Tensor, sin_L1R: Tensor, block_mask: Any) -> Tensor:
+        heads = (*x_BLD.shape[:2], -1, self.head_dim)
+        q_BHLE = rotate(self.wq(x_BLD).view(heads), cos_L1R, sin_L1R).transpose(1, 2)
+        k_BKLE = rotate(self.wk(x_BLD).view(heads), cos_L1R, sin_L1R).transpose(1, 2)
+        v_BKLE = self.wv(x_BLD).view(heads).transpose(1, 2)
+        out_BHLE = attend(q_BHLE, k_BKLE, v_BKLE, backend=self.backend, causal=self.causal, block_mask=block_mask)
+        return self.wo(out_BHLE.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)): w1 is gate, w2 down, w3 up."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.w2 = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.w3 = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+
+
+class Block(nn.Module):
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, shape: LlamaShape, *, backend: str, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.attention = Attention(shape, backend)
+        self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = SwiGLU(shape)
+        self.dropout = dropout
+
+    def forward(self, x_BLD: Tensor, cos_L1R: Tensor, sin_L1R: Tensor, block_mask: Any) -> Tensor:
+        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD), cos_L1R, sin_L1R, block_mask))
+        return x_BLD + self._drop(self.mlp(self.mlp_norm(x_BLD)))
+
+    def _drop(self, x_BLD: Tensor) -> Tensor:
+        return F.dropout(x_BLD, self.dropout, self.training) if self.dropout else x_BLD

@@ -1,0 +1,105 @@
+"""LLaMA: embedding, blocks, norm, output matrix; the loss sum is computed inside forward.
+
+Shapes: B rows, L tokens, N = B * L, D width, V vocabulary.
+
+The head and the loss live in here because a sharded head can only be touched inside the model's own forward, and so
+that a fused kernel can take the head's place without any objective knowing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import DataError
+from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy, score_next_tokens
+from lockstep.models.attention import causal_block_mask
+from lockstep.models.layers import Block, RMSNorm, rope_frequencies, rope_tables
+from lockstep.models.shapes import LlamaShape, chunk_tokens
+
+
+class Llama(nn.Module):
+    """The model of every LLaMA run. Weights are fp32; the engine's autocast decides what they are multiplied in."""
+
+    rope_frequency: Tensor
+
+    def __init__(self, shape: LlamaShape, *, attention: str, dropout: float = 0.0, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.attention = attention
+        self.checkpointing = checkpointing
+        self.dropout = dropout
+        self.tok_embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape, backend=attention, dropout=dropout) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.output = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.register_buffer("rope_frequency", rope_frequencies(shape), persistent=False)
+
+    def rebuild_buffers(self) -> None:
+        """Fill what no checkpoint holds; call it after `to_empty`."""
+        self.rope_frequency.copy_(rope_frequencies(self.shape))
+
+    def forward(
+        self,
+        inputs_BL: Tensor,
+        targets_BL: Tensor | None = None,
+        token_weights_BL: Tensor | None = None,
+        *,
+        count_correct: bool = False,
+    ) -> Any:
+        """Without targets the logits (B, L, V); with targets the SUM of cross-entropies over targets != -100.
+
+        `count_correct` gives (sum, number of targets that were the most likely token) instead, without gradients.
+        """
+        try:
+            x_BLD = self._hidden(inputs_BL)
+            if targets_BL is None:
+                return F.linear(x_BLD, self._head())
+            x_ND, targets_N, chunk = x_BLD.flatten(0, 1), targets_BL.flatten(), chunk_tokens(self.shape.vocab_size)
+            if count_correct:
+                return score_next_tokens(x_ND, self._head(), targets_N, chunk_tokens=chunk)
+            weights_N = None if token_weights_BL is None else token_weights_BL.flatten()
+            return linear_cross_entropy(x_ND, self._head(), targets_N, weights_N, chunk_tokens=chunk)
+        except (IndexError, RuntimeError):
+            self._check_ids(inputs_BL, targets_BL)
+            raise
+
+    def _head(self) -> Tensor:
+        return self.tok_embed.weight if self.output is None else self.output.weight
+
+    def _hidden(self, inputs_BL: Tensor) -> Tensor:
+        length = inputs_BL.shape[1]
+        assert length <= self.shape.max_position_embeddings, "rows longer than the model's positions"
+        x_BLD = self.tok_embed(inputs_BL)
+        kind = x_BLD.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+            x_BLD = x_BLD.to(torch.bfloat16)  # has fp32's range, so the residual stream may live in it; fp16 has not
+        cos_L1R, sin_L1R = rope_tables(self.rope_frequency, length)
+        wants_grad = torch.is_grad_enabled()
+        flex_mask = causal_block_mask(length, x_BLD.device) if self.attention == "flex" and wants_grad else None
+        for block in self.layers:
+            if self.checkpointing and wants_grad:
+                x_BLD = checkpoint(
+                    block, x_BLD, cos_L1R, sin_L1R, flex_mask,
+                    use_reentrant=False, preserve_rng_state=self.dropout > 0 and self.training,
+                )  # fmt: skip
+            else:
+                x_BLD = block(x_BLD, cos_L1R, sin_L1R, flex_mask)
+        return self.norm(x_BLD)
+
+    def _check_ids(self, inputs_BL: Tensor, targets_BL: Tensor | None) -> None:
+        """After a failure: was it an id outside the vocabulary? A GPU that met one can answer nothing any more."""
+        if inputs_BL.device.type != "cpu":
+            return
+        ids = [inputs_BL] if targets_BL is None else [inputs_BL, targets_BL[targets_BL != IGNORE]]
+        for each in ids:
+            outside = each[(each < 0) | (each >= self.shape.vocab_size)]
+            if outside.numel():
+                raise DataError(
+                    f"token id {int(outside.flatten()[0])} is outside the vocabulary of {self.shape.vocab_size}",
+                    hint="a larger model.vocab_size, or the tokenizer this data was made with",
+                )

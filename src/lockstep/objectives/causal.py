@@ -1,0 +1,130 @@
+"""Next-token prediction: the causal language model.
+
+Maths. A row is T + 1 tokens x_0..x_T of the corpus, documents joined by a separator. The loss of a batch is the SUM
+
+    loss = sum over rows, t = 0..T-1 of  -log p(x_{t+1} | x_0..x_t),      weight = number of targets,
+
+and a step divides the sum over all micro-batches and ranks by the weight over all of them, so the cut into batches
+changes nothing. The shift by one happens once, in `collate`: inputs are x_0..x_{T-1}, targets x_1..x_T. Rows overlap
+by one token (stride T), so every token of the corpus but the first is predicted exactly once. The optimum is the
+entropy rate of the source (Shannon 1948); the neural form is Bengio et al. 2003, the transformer's Radford et al. 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.contracts import Batch, Draw, Rows, SampleOptions, Sum
+from lockstep.errors import ConfigError
+from lockstep.objectives.options import CausalOptions
+
+if TYPE_CHECKING:
+    from lockstep.contracts import Array
+
+PACK_TOKENS = 1 << 20  # tokens gathered before rows are cut
+
+
+def build(options: CausalOptions) -> Causal:
+    """The objective `causal`."""
+    assert options.name
+    return Causal()
+
+
+class Causal:
+    """Predict each token from all before it."""
+
+    columns: Mapping[str, str] = {"tokens": "int32"}
+    terms: Mapping[str, float] = {"loss": 1.0}
+
+    def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[dict[str, Array]]:
+        """Blocks of rows of context_length + 1 tokens; each document is followed by the separator (none if < 0).
+
+        The tail that does not fill a row is dropped.
+        """
+        parts: list[Array] = []
+        gathered = 0
+        end = np.array([separator] if separator >= 0 else [], dtype=np.int32)
+        for document in documents:
+            if len(document) == 0:
+                continue
+            parts += [np.asarray(document, dtype=np.int32), end]
+            gathered += len(document) + len(end)
+            if gathered >= max(PACK_TOKENS, context_length + 1):
+                rows, rest = _cut(np.concatenate(parts), context_length)
+                yield {"tokens": rows}
+                parts, gathered = [rest], len(rest)
+        if gathered > context_length:
+            yield {"tokens": _cut(np.concatenate(parts), context_length)[0]}
+
+    def collate(self, rows: Rows, draw: Draw) -> Batch:  # noqa: ARG002 - nothing is random here
+        """Inputs and targets, shifted by one, once."""
+        tokens = torch.from_numpy(np.ascontiguousarray(rows.columns["tokens"], dtype=np.int64))
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        count = targets.numel()
+        return Batch({"inputs": inputs, "targets": targets}, {"loss": count}, rows=tokens.shape[0], tokens=count)
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The SUM of cross-entropies."""
+        return {"loss": model(batch.tensors["inputs"], batch.tensors["targets"])}
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum]:
+        """Loss, and how often the most likely token was the right one."""
+        total, correct = model(batch.tensors["inputs"], batch.tensors["targets"], count_correct=True)
+        weight = batch.weights["loss"]
+        return {"loss": Sum(total, weight), "accuracy": Sum(correct, weight)}
+
+    @torch.no_grad()
+    def sample(self, model: nn.Module, prompt: list[int], options: SampleOptions) -> list[int]:
+        """Tokens that follow the prompt, one by one; the model sees at most its last max_position_embeddings."""
+        if not prompt:
+            raise ConfigError("an empty prompt has nothing to continue", hint="at least one token")
+        window: int = _shape(model).max_position_embeddings
+        device = next(model.parameters()).device
+        generator = torch.Generator().manual_seed(options.seed)  # on the CPU: the same draws on every device
+        tokens = list(prompt)
+        was_training = model.training
+        model.eval()
+        try:
+            with _eager(model):
+                while len(tokens) < len(prompt) + options.tokens:
+                    logits_BLV = model(torch.tensor([tokens[-window:]], device=device))
+                    tokens.append(_draw(logits_BLV[0, -1].float().cpu(), options, generator))
+                    if tokens[-1] in options.stop:
+                        break
+        finally:
+            model.train(was_training)
+        return tokens[len(prompt) :]
+
+
+def _shape(model: nn.Module) -> Any:
+    return model.shape
+
+
+def _eager(model: nn.Module) -> AbstractContextManager[Any]:
+    """Compiled blocks would be compiled anew for each length; and only then is the compiler worth importing."""
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _cut(tokens: Array, context_length: int) -> tuple[Array, Array]:
+    """(rows of context_length + 1 with stride context_length, the tokens the next row starts with)."""
+    count = (len(tokens) - 1) // context_length
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length + 1)
+    return windows[: count * context_length : context_length].copy(), tokens[count * context_length :].copy()
+
+
+def _draw(logits_V: Tensor, options: SampleOptions, generator: torch.Generator) -> int:
+    """One token: the likeliest at temperature 0, else from the top k."""
+    if options.temperature == 0:
+        return int(logits_V.argmax())
+    k = min(options.top_k, logits_V.numel()) if options.top_k > 0 else logits_V.numel()
+    top_K, ids_K = logits_V.topk(k)
+    chances_K = torch.softmax(top_K / options.temperature, dim=-1)
+    return int(ids_K[torch.multinomial(chances_K, 1, generator=generator)])

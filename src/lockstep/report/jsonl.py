@@ -1,0 +1,107 @@
+"""events.jsonl: everything that happened in a run, one JSON object a line, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.contracts import StepRecord
+from lockstep.report.logs import AppendFile, scrubber
+
+log = logging.getLogger(__name__)
+
+
+class EventSink:
+    """Appends steps and events. `step` counts from 0 in a step, and is the number of finished steps in an event."""
+
+    def __init__(self, path: Path, *, secrets: Sequence[str] = ()) -> None:
+        self._file = AppendFile(path)
+        self._scrub = scrubber(secrets)
+
+    def write(self, record: StepRecord) -> None:
+        loss, grad_norm = record.loss, record.grad_norm
+        fields: dict[str, Any] = {
+            "kind": "step",
+            "step": record.step,
+            "loss": loss,
+            "loss_hex": loss.hex(),
+            "grad_norm": grad_norm,
+            "grad_norm_hex": grad_norm.hex(),
+            "lr": record.lr,
+            "seconds": record.seconds,
+            "tokens": record.tokens,
+            "memory_bytes": record.memory_bytes,
+            "digest": record.digest,
+            "skipped": record.skipped,
+            "loss_scale": record.loss_scale,
+            "mfu": record.mfu,
+            "time": time.time(),
+        }
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            fields = self._plain(fields)
+        self._append(fields)
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self._append({"kind": kind, "time": time.time(), **self._plain(fields)})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, fields: dict[str, Any]) -> None:
+        line = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        self._file.write((line + "\n").encode("utf-8", "backslashreplace"))
+        if self._file.complaint:
+            complaint, self._file.complaint = self._file.complaint, ""
+            log.warning(complaint)
+
+    def _plain(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Valid JSON without secrets: NaN becomes null, and `<key>_text` says what it was."""
+        plain: dict[str, Any] = {}
+        for key, value in fields.items():
+            plain[str(key)] = self._value(value)
+            if isinstance(value, float) and not math.isfinite(value):
+                plain[f"{key}_text"] = str(value)
+        return plain
+
+    def _value(self, value: Any) -> Any:
+        if value is None or isinstance(value, bool | int):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, Mapping):
+            return self._plain(value)
+        if isinstance(value, list | tuple):
+            return [self._value(item) for item in value]
+        return self._scrub(str(value))
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """What counts of a run's events: what a later `resume` voided is left out, and so is a line a crash has torn."""
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+            kind = event["kind"]
+        except (ValueError, KeyError, TypeError):
+            log.debug("%s:%d: unreadable line left out", path, number)
+            continue
+        if kind == "resume":
+            done = int(event.get("step", 0))
+            events = [old for old in events if not _voided(old, done)]
+        events.append(event)
+    return events
+
+
+def _voided(event: Mapping[str, Any], done: int) -> bool:
+    """Whether an event lies after the first `done` steps."""
+    step = event.get("step")
+    if step is None:
+        return False
+    return step >= done if event["kind"] == "step" else step > done

@@ -1,0 +1,297 @@
+"""Faults on purpose: LOCKSTEP_FAULT makes a worker die, hang or compute wrongly at a chosen step. Inert without it.
+
+`kind@key=value,key=value`, several separated by `;`. Keys of every kind: `rank` (worker index; absent: every worker)
+and `step` (optimizer step from 0; absent: every step). The other keys of each kind stand in KINDS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+from lockstep.registry import suggest
+from lockstep.runtime import env
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+VARIABLE = "LOCKSTEP_FAULT"
+PLACES = ("loader", "forward", "backward", "optimizer")
+FOREVER_SECONDS = 3600.0
+KINDS: dict[str, tuple[str, ...]] = {
+    "exit": ("where", "code"),
+    "kill": ("where",),
+    "segv": ("where",),
+    "abort": ("where",),
+    "stop": ("where",),
+    "hang": ("where", "seconds"),
+    "gil": ("where", "seconds"),
+    "slow": ("where", "factor"),
+    "oom": ("where",),
+    "raise": ("where",),
+    "nan_loss": (),
+    "inf_loss": (),
+    "nan_grad": ("tensor", "index"),
+    "inf_grad": ("tensor", "index"),
+    "flip_grad": ("tensor", "index", "bit", "mask"),
+    "nan_weight": ("tensor", "index"),
+    "flip_weight": ("tensor", "index", "bit", "mask"),
+    "nan_act": ("module", "index"),
+}
+
+
+class InjectedFault(RuntimeError):
+    """What `raise@` raises: an error like any other that comes from deep inside."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault and when it strikes."""
+
+    kind: str
+    rank: int | None = None
+    step: int | None = None
+    where: str = "forward"
+    code: int = 1
+    seconds: float = FOREVER_SECONDS
+    factor: float = 1.3
+    tensor: str = ""  # "": the first
+    module: str = ""  # "": the first without children
+    index: int | None = None  # None: every element; a flip takes element 0
+    bit: int | None = None
+    mask: int = 0
+
+    def __str__(self) -> str:
+        return f"injected fault {self.kind} at step {self.step}, {self.where}"
+
+    @property
+    def bits(self) -> int:
+        """The bits a flip changes."""
+        return self.mask | (0 if self.bit is None else 1 << self.bit)
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults a text describes."""
+    return tuple(_parse_one(part.strip()) for part in text.split(";") if part.strip())
+
+
+def _parse_one(text: str) -> Fault:
+    kind, at, rest = text.partition("@")
+    if kind not in KINDS:
+        raise ConfigError(f"unknown fault {kind!r}", where=VARIABLE, hint=suggest(kind, list(KINDS)))
+    if not at:
+        raise ConfigError(f"fault {text!r} has no '@'", where=VARIABLE, hint=f"{kind}@rank=0,step=3")
+    allowed = ("rank", "step", *KINDS[kind])
+    values: dict[str, Any] = {}
+    for pair in filter(None, (pair.strip() for pair in rest.split(","))):
+        key, equals, value = pair.partition("=")
+        if key not in allowed or not equals or key in values:
+            raise ConfigError(f"{pair!r} in fault {text!r}", where=VARIABLE, hint=suggest(key, list(allowed)))
+        values[key] = _value(key, value, text)
+    fault = Fault(kind, **values)
+    if kind.startswith("flip_") and not fault.bits:
+        raise ConfigError(f"fault {text!r} flips no bit", where=VARIABLE, hint=f"{text},bit=3 or {text},mask=0xff")
+    return fault
+
+
+_READ: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
+    "rank": (int, lambda value: value >= 0, "a whole number from 0"),
+    "step": (int, lambda value: value >= 0, "a whole number from 0"),
+    "index": (int, lambda value: value >= 0, "a whole number from 0"),
+    "bit": (int, lambda value: 0 <= value < 64, "0 to 63"),
+    "code": (int, lambda value: 0 <= value < 256, "0 to 255"),
+    "mask": (lambda value: int(value, 0), lambda value: 0 < value < 1 << 64, "a number like 0x80000001"),
+    "seconds": (float, lambda value: 0 <= value < 1e9, "seconds from 0"),
+    "factor": (float, lambda value: 1 <= value < 1e6, "a number from 1"),
+    "where": (str, lambda value: value in PLACES, "one of " + ", ".join(PLACES)),
+}
+
+
+def _value(key: str, text: str, fault: str) -> Any:
+    read, allowed, expected = _READ.get(key, (str, bool, "a name"))
+    try:
+        value = read(text)
+    except ValueError:
+        value = None
+    if value is None or not allowed(value):
+        raise ConfigError(f"{key}={text!r} in fault {fault!r}", where=VARIABLE, hint=f"{key} must be {expected}")
+    return value
+
+
+class Plan:
+    """The faults of one worker. The engine asks `if plan.armed:` and calls it at fixed points of a step."""
+
+    def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
+        self.faults = faults
+        self.armed = bool(faults)
+        self._step = -1
+        self._slept_seconds = 0.0
+
+    @property
+    def needs_hooks(self) -> bool:
+        """Whether attach() registers hooks: compiled blocks skip those, so run such a plan without torch.compile."""
+        return any(fault.kind == "nan_act" for fault in self.faults)
+
+    def attach(self, model: nn.Module) -> None:
+        """Put NaN-makers behind the named modules, if any is planned."""
+        for fault in self.faults:
+            if fault.kind == "nan_act":
+                leaves_first = sorted(model.named_modules(), key=lambda entry: any(entry[1].children()))
+                _pick(fault.module, dict(leaves_first), "module").register_forward_hook(self._poison(fault))
+
+    def at(self, where: str, step: int, *, step_seconds: float = 0.0) -> None:
+        """Once per step and place. `step_seconds` is how long the step before took."""
+        self._step = step
+        for fault in self._due(step, where=where):
+            if fault.kind == "slow":
+                work_seconds = max(0.0, step_seconds - self._slept_seconds)
+                self._slept_seconds = (fault.factor - 1) * work_seconds
+                time.sleep(self._slept_seconds)
+            elif fault.kind in STRIKES:
+                STRIKES[fault.kind](fault)
+
+    def loss(self, loss: torch.Tensor, step: int) -> torch.Tensor:
+        """The loss, or a bad one. Its gradient stays good: whoever looks at gradients only must not be enough."""
+        for fault in self._due(step, kinds=("nan_loss", "inf_loss")):
+            loss = loss + (float("nan") if fault.kind == "nan_loss" else float("inf"))
+        return loss
+
+    def gradients(self, parameters: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
+        """Spoil gradients, before they are judged or hashed."""
+        if faults := self._due(step, kinds=("nan_grad", "inf_grad", "flip_grad")):
+            _spoil(faults, {name: tensor.grad for name, tensor in parameters if tensor.grad is not None})
+
+    def weights(self, parameters: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
+        """Spoil weights."""
+        if faults := self._due(step, kinds=("nan_weight", "flip_weight")):
+            _spoil(faults, dict(parameters))
+
+    def _due(self, step: int, *, kinds: tuple[str, ...] | None = None, where: str | None = None) -> list[Fault]:
+        return [
+            fault
+            for fault in self.faults
+            if (kinds is None or fault.kind in kinds)
+            and (where is None or fault.where == where)
+            and fault.step in (None, step)
+        ]
+
+    def _poison(self, fault: Fault) -> Callable[[nn.Module, Any, Any], Any]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            if fault.step not in (None, self._step):
+                return None
+            if isinstance(output, tuple):
+                return (_with_nan(output[0], fault.index or 0), *output[1:])
+            return _with_nan(output, fault.index or 0)
+
+        return hook
+
+
+def plan(text: str | None = None, rank: int = 0) -> Plan:
+    """The faults of this worker, by default those of LOCKSTEP_FAULT. Ask once per run."""
+    faults = parse(env.get(VARIABLE) if text is None else text)
+    return Plan(tuple(fault for fault in faults if fault.rank in (None, rank)))
+
+
+def _exit(fault: Fault) -> None:
+    sys.exit(fault.code)
+
+
+def _signal(number: signal.Signals) -> Callable[[Fault], None]:
+    return lambda _fault: os.kill(os.getpid(), number)
+
+
+def _segv(_fault: Fault) -> None:
+    ctypes.string_at(0)
+
+
+def _abort(_fault: Fault) -> None:
+    os.abort()
+
+
+def _hang(fault: Fault) -> None:
+    time.sleep(fault.seconds)
+
+
+def _hold_gil(fault: Fault) -> None:
+    # PyDLL calls C without letting go of the interpreter's lock: no other Python thread runs meanwhile
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(min(int(fault.seconds * 1e6), (1 << 32) - 1)))
+
+
+def _oom(_fault: Fault) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")  # raises the real torch.OutOfMemoryError
+    bytearray(1 << 62)  # raises MemoryError
+
+
+def _raise(fault: Fault) -> None:
+    raise InjectedFault(str(fault))
+
+
+STRIKES: dict[str, Callable[[Fault], None]] = {
+    "exit": _exit,
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "segv": _segv,
+    "abort": _abort,
+    "hang": _hang,
+    "gil": _hold_gil,
+    "oom": _oom,
+    "raise": _raise,
+}
+
+
+def _spoil(faults: list[Fault], tensors: dict[str, torch.Tensor]) -> None:
+    for fault in faults:
+        tensor = _pick(fault.tensor, tensors, "tensor").detach()
+        if fault.kind.startswith("flip_"):
+            flip(tensor, fault.index or 0, bits=fault.bits)
+            continue
+        value = float("inf") if fault.kind.startswith("inf_") else float("nan")
+        target = tensor if fault.index is None else element(tensor, fault.index)
+        target.fill_(value)
+
+
+def element(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """A view of one element, by flat index, whatever the strides."""
+    if index >= tensor.numel():
+        raise ConfigError(f"index={index}, the tensor has {tensor.numel()} elements", where=VARIABLE)
+    place: list[int] = []
+    for size in reversed(tensor.shape):
+        index, rest = divmod(index, size)
+        place.insert(0, rest)
+    return tensor[tuple(place)]
+
+
+def flip(tensor: torch.Tensor, index: int, *, bits: int) -> None:
+    """Flip real bits of one element in place."""
+    import torch
+
+    width = 8 * tensor.element_size()
+    if bits >> width:
+        raise ConfigError(f"bit mask {bits:#x} is wider than the {width} bits of {tensor.dtype}", where=VARIABLE)
+    integer = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
+    signed = bits - (1 << width) if bits >> (width - 1) else bits
+    element(tensor, index).view(integer).bitwise_xor_(signed)
+
+
+def _with_nan(output: torch.Tensor, index: int) -> torch.Tensor:
+    spoilt = output.clone()
+    element(spoilt, index).fill_(float("nan"))
+    return spoilt
+
+
+def _pick(name: str, table: dict[str, Any], what: str) -> Any:
+    """The thing of that name, or the first one."""
+    name = name or next(iter(table))
+    if name not in table:
+        raise ConfigError(f"no {what} is called {name!r}", where=VARIABLE, hint=suggest(name, list(table)))
+    return table[name]

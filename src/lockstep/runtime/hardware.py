@@ -1,0 +1,62 @@
+"""The device a worker computes on: picked once, with its name, memory and peak."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+from lockstep.errors import ConfigError
+
+# Dense bf16/fp16 peak in FLOP/s by a part of the card's name: what vendors' data sheets give, the first match counts.
+PEAK_FLOPS = (
+    ("GB200", 2.5e15), ("B200", 2.25e15), ("H200", 989e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("GH200", 989e12),
+    ("A100", 312e12), ("L40S", 362e12), ("A10G", 70e12), ("A10", 125e12), ("L4", 121e12), ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12), ("V100", 125e12), ("T4", 65e12), ("MI300X", 1307e12), ("MI250", 181e12),
+)  # fmt: skip
+
+
+def pick_device(asked: str, device_id: int) -> torch.device:
+    """The device for `auto | cuda | cpu`; a GPU that was asked for and is not there is refused."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("system.device: cuda was asked for, but this machine shows no GPU", hint="--device cpu")
+    count = torch.cuda.device_count()
+    if device_id >= count:
+        raise ConfigError(
+            f"system.device_id: {device_id} is not there, {count} visible",
+            hint=f"a number below {count}, or --device cpu",
+        )
+    device = torch.device("cuda", device_id)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or how many cores do the work."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s that MFU is measured against; None where no honest figure is known."""
+    if device.type != "cuda" or precision not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def total_memory_bytes(device: torch.device) -> int | None:
+    """What the card has; None on the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

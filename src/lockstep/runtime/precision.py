@@ -1,0 +1,65 @@
+"""In which numbers a step computes. Weights, gradients and moments stay fp32 in every mode."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.errors import ConfigError
+
+GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 65536.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve(asked: str, device: torch.device) -> str:
+    """The precision that `auto` means here; a named one is honoured or refused."""
+    if asked == "auto":
+        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if asked == "fp8":
+        raise ConfigError("training.precision: fp8 is not in this version", hint="--precision bf16")
+    if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(
+            f"training.precision: {torch.cuda.get_device_name(device)} has no bf16", hint="--precision fp16 or fp32"
+        )
+    return asked
+
+
+@dataclass
+class LossScale:
+    """The loss scaler of fp16, kept on the device: no step waits for it."""
+
+    scale: torch.Tensor
+    growth_tracker: torch.Tensor
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Halve after an overflow, double after 2000 steps without one."""
+        torch._amp_update_scale_(self.scale, self.growth_tracker, overflow, GROWTH, BACKOFF, GROWTH_INTERVAL)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale.item(), "growth_tracker": int(self.growth_tracker.item())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.fill_(float(state["scale"]))
+        self.growth_tracker.fill_(int(state["growth_tracker"]))
+
+
+class Precision:
+    """The autocast context of a mode, and its loss scale (fp16 only)."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.scaler = None
+        if name == "fp16":
+            self.scaler = LossScale(
+                torch.full((), FIRST_SCALE, device=device), torch.zeros((), dtype=torch.int32, device=device)
+            )
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute inside this."""
+        if self.name not in DTYPES:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[self.name])

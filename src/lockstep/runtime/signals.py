@@ -1,0 +1,58 @@
+"""Asked to stop: finish the step and save if training, leave at once otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from lockstep.errors import ExitCode, Stopped
+
+EXIT_CODES = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.TERMINATED,
+    signal.SIGUSR1: ExitCode.PREEMPTED,
+    signal.SIGUSR2: ExitCode.PREEMPTED,
+}
+
+
+class StopRequest:
+    """Remembers the first signal. While `patient`, the loop looks at it between steps; else it raises at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.patient = False
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def error(self) -> Stopped:
+        """The end of the run, as an exception with the exit code of the signal."""
+        assert self.signal is not None
+        return Stopped(f"stopped by {self.signal.name}", exit_code=EXIT_CODES[self.signal])
+
+    def receive(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler: the second SIGINT never waits."""
+        impatient = self.signal is not None and number == signal.SIGINT
+        self.signal = self.signal or signal.Signals(number)
+        if impatient or not self.patient:
+            raise self.error()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[StopRequest]:
+    """A StopRequest that hears the process's signals until the block ends (main thread only)."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}  # nohup
+    previous = {number: signal.signal(number, request.receive) for number in EXIT_CODES if number not in ignored}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

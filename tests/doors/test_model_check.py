@@ -1,0 +1,370 @@
+"""The Model Check scripts, run inside this process: flags, layers, labels, documented files (contract items 11-61)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep import compat
+from lockstep.compat import DOORS, FLAGS, parse, resolve
+from lockstep.errors import ConfigError
+from tests.conftest import Outcome
+from tests.doors.conftest import MODEL_CHECK
+
+Run = Callable[..., Outcome]
+TAIL = (
+    r"Step \[(\d+)/(\d+)\] \| Loss: (-?\d+\.\d{4}|nan|inf) \| LR: (\d\.\d{2}e[+-]\d{2})"
+    r" \| Grad Norm: (\d+\.\d{4}|nan|inf) \| ETA: (\d+):(\d{2})"
+)
+TEST_CONFIG = str(MODEL_CHECK / "test_config.json")
+EXAMPLES = sorted(path.name for path in MODEL_CHECK.glob("*.json"))
+QUICK = ("--config", TEST_CONFIG, "--device", "cpu", "report.tensorboard=false")
+
+
+def resolved(script: str, *args: str) -> compat.Loaded:
+    return resolve(DOORS[script], parse(DOORS[script], args))
+
+
+def essence(loaded: compat.Loaded) -> dict[str, object]:
+    from lockstep.config.load import to_dict
+
+    return to_dict(loaded.config)
+
+
+# --- flags ---------------------------------------------------------------------------------------------------------
+
+
+def value_for(flag: compat.Flag) -> list[str]:
+    return ["word"] if flag.metavar else []
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_hyphen_and_underscore_are_the_same(flag: compat.Flag) -> None:
+    door = DOORS["pretrain_main.py"]
+    hyphen = parse(door, [f"--{flag.name}", *value_for(flag)])
+    assert hyphen == parse(door, ["--" + flag.name.replace("-", "_"), *value_for(flag)])
+    assert hyphen.settings or hyphen.switches
+
+
+def test_native_settings_pass_through() -> None:
+    words = ["--training.learning-rate", "3e-4", "model.num_layers=2", "--system.seed=7", "data.data_path=a=b.txt"]
+    assert parse(DOORS["run.sh"], words).settings == (
+        ("training.learning_rate", "3e-4"),
+        ("model.num_layers", "2"),
+        ("system.seed", "7"),
+        ("data.data_path", "a=b.txt"),
+    )
+
+
+def test_resume_with_and_without_a_path() -> None:
+    door = DOORS["run.sh"]
+    assert parse(door, ["--resume", "--debug"]).last("checkpoint.resume") == "auto"
+    assert parse(door, ["--resume", "model.num_layers=2"]).last("checkpoint.resume") == "auto"
+    assert parse(door, ["--resume", "runs/latest"]).last("checkpoint.resume") == "runs/latest"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-step", "3"], "did you mean --max-steps?"),
+        (["--cofig", "x"], "did you mean --config?"),
+        (["--config"], "--config needs a value"),
+        (["--config", "--debug"], "--config needs a value"),
+        (["--debug=yes"], "takes no value"),
+        (["my_config.json"], "--config FILE"),
+        (["-x"], "no flag -x"),
+        (["--debug", "--preset", "production"], "--preset production is given too"),
+    ],
+)
+def test_mistakes_exit_2_and_say_what_to_type(door: Run, words: list[str], said: str) -> None:
+    outcome = door("pretrain_main.py", *words)
+    assert outcome.code == 2
+    assert said in outcome.err
+    assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize("script", DOORS)
+def test_help(door: Run, script: str) -> None:
+    outcome = door(script, "--help")
+    assert outcome.code == 0
+    assert script in outcome.out
+    for flag in DOORS[script].flags:
+        assert f"--{flag.name}" in outcome.out
+
+
+# --- layers (11, 12, 14, 19, 20, 22) -------------------------------------------------------------------------------
+
+
+def test_debug_is_the_debug_preset() -> None:
+    by_switch, by_name = resolved("pretrain_main.py", "--debug"), resolved("pretrain_main.py", "--preset", "debug")
+    assert essence(by_switch) == essence(by_name)
+    config = by_switch.config
+    assert (config.model.num_layers, config.training.max_steps) == (2, 10)
+    assert (config.training.context_length, config.training.learning_rate) == (512, 1e-7)
+    assert config.debug.enabled
+
+
+def test_production_is_the_default_where_there_is_a_gpu(gpus: Callable[[int], None]) -> None:
+    gpus(1)
+    bare, named = resolved("pretrain_main.py"), resolved("pretrain_main.py", "--preset", "production")
+    assert essence(bare) == essence(named)
+    config = bare.config
+    assert (config.model.num_layers, config.training.max_steps) == (4, 100)
+    assert (config.training.context_length, config.training.learning_rate) == (8192, 1e-5)
+    assert not config.debug.enabled
+    assert bare.notices == named.notices
+
+
+@pytest.mark.parametrize("script", DOORS)
+def test_without_a_gpu_every_script_runs_the_demo_and_says_so(gpus: Callable[[int], None], script: str) -> None:
+    gpus(0)
+    assert resolved(script).preset == "demo"
+    assert compat.CPU_NOTICE in resolved(script).notices
+    for words in (["--preset", "production"], ["--debug"], ["--config", "my_config.json"], ["--device", "cuda"]):
+        loaded = resolved(script, *words)
+        assert loaded.preset != "demo"
+        assert compat.CPU_NOTICE not in loaded.notices
+    gpus(2)
+    asked = resolved(script, "--device", "cpu")
+    assert asked.preset == "demo"
+    assert compat.CPU_ASKED_NOTICE in asked.notices
+
+
+def test_a_preset_that_does_not_exist(door: Run) -> None:
+    outcome = door("pretrain_main.py", "--preset", "nonsense")
+    assert outcome.code == 2
+    for name in ("debug", "demo", "full", "production", "stable", "tiny"):
+        assert name in outcome.err
+
+
+def test_a_missing_config_names_the_path_and_the_examples(door: Run, in_dir: Path) -> None:
+    outcome = door("pretrain_main.py", "--config", "no/such.json")
+    assert outcome.code == 2
+    assert "no/such.json" in outcome.err
+    assert "custom_config.json" in outcome.err
+
+
+def test_the_examples_are_complete() -> None:
+    named = "config_stable single_gpu custom_config my_config test_config debug_config"
+    assert {f"{name}.json" for name in named.split()} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_example_loads(name: str, in_dir: Path) -> None:
+    """By its path, and by its bare name from a folder that does not have it."""
+    loaded = resolved("run.sh", "--config", name)
+    assert any(str(MODEL_CHECK / name) in notice for notice in loaded.notices)
+    by_path = resolved("run.sh", "--config", str(MODEL_CHECK / name))
+    assert essence(loaded) == essence(by_path)
+    assert any(origin.layer == "file" for origin in by_path.origins.values())
+
+
+def test_the_custom_example_says_what_the_guide_says() -> None:
+    loaded = resolved("pretrain_main.py", "--config", str(MODEL_CHECK / "custom_config.json"))
+    config = loaded.config
+    assert (config.model.num_layers, config.model.attention_backend) == (8, "flash_attn")
+    assert (config.training.batch_size, config.training.learning_rate) == (4, 5e-6)
+    assert (config.training.max_steps, config.training.context_length) == (500, 4096)
+    assert (config.system.device, config.system.seed) == ("cuda", 42)
+    assert loaded.origins["training.max_steps"].layer == "file"
+
+
+def test_file_wins_over_debug_and_flags_over_the_file(in_dir: Path) -> None:
+    (in_dir / "x.json").write_text('{"training": {"max_steps": 7, "learning_rate": 1e-3}}', encoding="utf-8")
+    config = resolved("pretrain_main.py", "--debug", "--config", "x.json", "--max-steps", "3").config
+    assert (config.model.num_layers, config.training.max_steps, config.training.learning_rate) == (2, 3, 1e-3)
+
+
+def test_the_scripts_own_defaults_give_way(in_dir: Path) -> None:
+    bare = resolved("pretrain_main.py", "--debug").config
+    assert (bare.training.checkpoint_dir, bare.system.output_dir) == ("./.checkpoints", "./.outputs")
+    assert bare.report.log_prefix == "colon"
+    assert resolved("run.sh", "--debug").config.report.log_prefix == "bracket"
+    (in_dir / "x.json").write_text(
+        '{"training": {"checkpoint_dir": null}, "report": {"log_prefix": "bracket"}}', encoding="utf-8"
+    )
+    loaded = resolved("run_training.sh", "--config", "x.json", "--system.output-dir", "elsewhere")
+    assert loaded.config.training.checkpoint_dir is None
+    assert loaded.config.report.log_prefix == "bracket"
+    assert loaded.config.system.output_dir == "elsewhere"
+
+
+def test_dry_run_shows_each_value_and_its_origin(door: Run, in_dir: Path) -> None:
+    outcome = door(
+        "pretrain_main.py", "--config", str(MODEL_CHECK / "custom_config.json"), "--max-steps", "9", "--dry-run"
+    )
+    assert outcome.code == 0
+    assert re.search(r"training\.max_steps = 9 .*flag", outcome.out)
+    assert re.search(r"model\.num_layers = 8 .*file .*custom_config\.json", outcome.out)
+    assert list(in_dir.iterdir()) == []
+
+
+# --- running (21, 45, 60, 61, 174) ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", ["--max-steps", "--max_steps"])
+def test_max_steps_are_counted_exactly(door: Run, in_dir: Path, spelling: str) -> None:
+    outcome = door("pretrain_main.py", *QUICK, spelling, "3")
+    assert outcome.code == 0, outcome.text
+    lines = [line for line in outcome.out.splitlines() if "Step [" in line]
+    assert [re.fullmatch(rf"INFO \| {TAIL}", line) is not None for line in lines] == [True] * 3
+    assert [re.findall(r"\[(\d+)/(\d+)\]", line)[0] for line in lines] == [("0", "3"), ("1", "3"), ("2", "3")]
+
+
+@pytest.mark.parametrize(
+    ("variables", "label"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "3", "GPU_RANK": "3"}, "3"),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, "2"),
+        ({"CUDA_VISIBLE_DEVICES": "5,6"}, "5"),
+    ],
+)
+def test_lines_carry_the_gpu(
+    door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], label: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    outcome = door("pretrain_main.py", *QUICK, "--max-steps", "1")
+    assert outcome.code == 0, outcome.text
+    assert re.search(rf"^GPU{label}:INFO \| \[GPU {label}\] {TAIL}$", outcome.out, re.MULTILINE)
+    assert {line.partition(":")[0] for line in outcome.out.splitlines()} == {f"GPU{label}"}
+
+
+def test_a_launcher_labels_logs_and_concludes(door: Run, in_dir: Path) -> None:
+    outcome = door("run_training.sh", *QUICK, "--max-steps", "2")
+    assert outcome.code == 0, outcome.text
+    lines = outcome.out.splitlines()
+    assert all(line.startswith("GPU0:") for line in lines)
+    assert lines[-1].endswith("[SUCCESS] All GPU training completed successfully")
+    folders = re.findall(r"Log directory: (/tmp/model_check_logs_\d+_\d+)$", outcome.out, re.MULTILINE)
+    assert len(folders) == 2, "at the start and at the end"
+    folder = Path(folders[0])
+    try:
+        logged = (folder / "gpu_0.log").read_text(encoding="utf-8")
+        for line in lines:
+            assert line.partition("] ")[2].strip() in logged
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_log_file_of_ones_own_is_found_under_both_names(door: Run, in_dir: Path) -> None:
+    outcome = door("run.sh", *QUICK, "--max-steps", "1", "--log-file", "mine.log")
+    folder = Path(re.findall(r"Log directory: (\S+)", outcome.out)[0])
+    try:
+        assert "Step [0/1]" in (in_dir / "mine.log").read_text(encoding="utf-8")
+        assert (folder / "gpu_0.log").samefile(in_dir / "mine.log")
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_documented_files_and_no_others(door: Run, in_dir: Path) -> None:
+    outcome = door(
+        "pretrain_main.py", *QUICK, "--max-steps", "2", "training.save_interval=1", "--experiment-name", "mine"
+    )
+    assert outcome.code == 0, outcome.text
+    saved = json.loads((in_dir / ".outputs" / "mine_config.json").read_text(encoding="utf-8"))
+    assert saved["training"]["max_steps"] == 2
+    assert sorted(path.name for path in (in_dir / ".checkpoints").glob("step_*.pt"))
+    assert {path.name for path in in_dir.iterdir()} == {".cache", ".checkpoints", ".outputs", "runs"}
+
+
+def test_logs_folder_only_when_asked(door: Run, in_dir: Path) -> None:
+    assert door("pretrain_main.py", *QUICK, "--max-steps", "1", "--log-dir", ".logs").code == 0
+    logs = [path for path in (in_dir / ".logs").rglob("*") if path.is_file()]
+    assert any("Step [0/1]" in path.read_text(encoding="utf-8") for path in logs)
+
+
+def test_a_token_is_written_nowhere(door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token, other = "hf_documented0123456789", "hf_environment987654321"
+    monkeypatch.setenv("HF_TOKEN", other)
+    monkeypatch.setattr("sys.argv", ["pretrain_main.py", "--hf-token", token])
+    outcome = door("pretrain_main.py", *QUICK, "--max-steps", "1", "--hf-token", token, "debug.log_level=DEBUG")
+    assert outcome.code == 0, outcome.text
+    files = [path for path in in_dir.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for secret in (token, other):
+        assert secret not in outcome.text
+        assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
+
+
+def test_a_gpu_config_without_a_gpu_is_refused(door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    outcome = door("pretrain_main.py", "--config", str(MODEL_CHECK / "single_gpu.json"))
+    assert outcome.code == 2
+    assert "no GPU" in outcome.text
+    assert "--device cpu" in outcome.text
+
+
+def test_prepare_dataset_builds_once_and_then_says_so(door: Run, in_dir: Path) -> None:
+    first = door("prepare_dataset.py", "--config", TEST_CONFIG)
+    assert first.code == 0, first.text
+    for line in ("Preparing dataset cache...", "Dataset: builtin", "Model: lockstep/tiny", "Context length: 128"):
+        assert line in first.out
+    assert re.search(r"^Dataset ready: \d+ samples", first.out, re.MULTILINE)
+    assert re.search(r"^Cache location: \S*\.cache/datasets", first.out, re.MULTILINE)
+    assert "from cache" not in first.out
+    second = door("prepare_dataset.py", "--config", TEST_CONFIG)
+    assert second.code == 0
+    assert re.search(r"\[Cache\] Loaded train data from cache \(\d+ tokens\)", second.out)
+    other = door("prepare_dataset.py", "--config", TEST_CONFIG, "training.context_length=64")
+    assert "from cache" not in other.out, "another configuration is another dataset"
+
+
+# --- init (157) ----------------------------------------------------------------------------------------------------
+
+
+def test_init_copies_every_script_and_changes_nothing(in_dir: Path) -> None:
+    folder = in_dir / "work"
+    written = {path.relative_to(folder).as_posix() for path in compat.init("llama", folder)}
+    shipped = {path.relative_to(MODEL_CHECK).as_posix() for path in MODEL_CHECK.rglob("*") if path.is_file()}
+    assert written == {name for name in shipped if "__pycache__" not in name}
+    assert {"pretrain_main.py", "run.sh", "config.py", "config/presets/debug.json"} <= written
+    assert not (folder / "config/presets/debug.json").is_symlink()
+    assert compat.init("llama", folder) == [], "again: nothing to do"
+    (folder / "run.sh").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run\.sh"):
+        compat.init("llama", folder)
+    assert (folder / "run.sh").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("family", ["mlm", "llada", "ad", "nonsense"])
+def test_init_claims_no_more_than_there_is(family: str, in_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not built yet|unknown family"):
+        compat.init(family, in_dir)
+    assert list(in_dir.iterdir()) == []
+
+
+def test_the_families_table_names_every_documented_command() -> None:
+    table = compat.families_table()
+    for script in (
+        "run.sh",
+        "run_training.sh",
+        "pretrain_main.py",
+        "prepare_dataset.py",
+        "train_gpu.sh",
+        "train_auto_gpu.sh",
+    ):
+        assert script in table
+    assert table.count("(not built yet)") == 3
+
+
+def test_requirements_txt_is_what_pyproject_says() -> None:
+    import tomllib
+
+    project = tomllib.loads((MODEL_CHECK.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = (MODEL_CHECK / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith("#")] == project["dependencies"]
+
+
+def test_config_py_is_the_documented_python_surface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(MODEL_CHECK))
+    monkeypatch.delitem(__import__("sys").modules, "config", raising=False)
+    from config import get_default_config  # type: ignore[import-not-found]
+
+    assert get_default_config(preset="debug").training.max_steps == 10
+    monkeypatch.delitem(__import__("sys").modules, "config")

@@ -1,0 +1,190 @@
+"""One optimizer step: sums and weights, clipping, and bad steps that change nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.contracts import Batch
+from lockstep.engine.options import TrainingOptions
+from lockstep.engine.step import Stepper, make_optimizer
+from lockstep.runtime import faults
+from lockstep.runtime.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+class Regression:
+    """A sum of squared errors over the rows that have a target; the weight is their count."""
+
+    columns: Mapping[str, str] = {}
+    terms: Mapping[str, float] = {"loss": 1.0}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        error = (model(batch.tensors["x"]) - batch.tensors["y"]).square().sum(1)
+        return {"loss": (error * batch.tensors["valid"]).sum()}
+
+
+def make_batch(rows: int, *, seed: int, valid: list[int] | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor(valid if valid is not None else [1] * rows).float()
+    x, y = (torch.randn(rows, 4, generator=generator) for _ in range(2))
+    return Batch({"x": x, "y": y, "valid": mask}, {"loss": int(mask.sum())}, rows, rows)
+
+
+def split(batch: Batch, size: int) -> list[Batch]:
+    parts = []
+    for start in range(0, batch.rows, size):
+        tensors = {name: tensor[start : start + size] for name, tensor in batch.tensors.items()}
+        parts.append(Batch(tensors, {"loss": int(tensors["valid"].sum())}, len(tensors["x"]), len(tensors["x"])))
+    return parts
+
+
+def make_stepper(fault: str = "", precision: str = "fp32", **settings: Any) -> Stepper:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))
+    options = TrainingOptions.model_validate({"learning_rate": 0.01, "max_steps": 50, **settings})
+    return Stepper(model, Regression(), options, precision=Precision(precision, CPU), seed=0, faults=faults.plan(fault))  # pyright: ignore[reportArgumentType]
+
+
+def weights(stepper: Stepper) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in stepper.model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_micro_batches_do_not_change_a_step_even_when_ragged(size: int) -> None:
+    batch = make_batch(8, seed=1, valid=[1, 0, 0, 0, 1, 1, 1, 0])
+    whole, parts = make_stepper(), make_stepper()
+    for step in range(3):
+        one = whole.launch(step, [batch]).read()
+        many = parts.launch(step, split(batch, size)).read()
+        assert many.loss == pytest.approx(one.loss, rel=1e-5)
+        assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    for a, b in zip(weights(whole), weights(parts), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mean_of_means_would_be_seen() -> None:
+    """Negative control: dividing each micro-batch by its own count gives another loss on ragged rows."""
+    batch = make_batch(8, seed=1, valid=[1, 0, 0, 0, 1, 1, 1, 0])
+    stepper = make_stepper()
+    parts = split(batch, 4)
+    means = [(stepper.objective.loss(stepper.model, part)["loss"] / part.weights["loss"]).item() for part in parts]
+    assert sum(means) / 2 != pytest.approx(stepper.launch(0, parts).read().loss, rel=1e-2)
+
+
+def test_equals_torch_adamw_with_clipping_and_cosine() -> None:
+    ours = make_stepper(max_grad_norm=0.5, warmup_steps=2, weight_decay=0.1)
+    model = copy.deepcopy(ours.model)
+    options = TrainingOptions(learning_rate=0.01, max_steps=50, max_grad_norm=0.5, warmup_steps=2, weight_decay=0.1)
+    reference = make_optimizer(model, options, CPU)
+    for step in range(6):
+        batch = make_batch(8, seed=step)
+        reading = ours.launch(step, [batch]).read()
+        for group in reference.param_groups:
+            group["lr"] = torch.tensor(reading.lr)
+        reference.zero_grad()
+        (Regression().loss(model, batch)["loss"] / 8).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.step()
+        assert reading.grad_norm == pytest.approx(norm.item(), rel=1e-5), "the norm shown is the one before clipping"
+    for a, b in zip(ours.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_rate_shown_is_the_rate_used() -> None:
+    """Item 8: recover the rate from Adam's first update, whose size is lr for every element."""
+    stepper = make_stepper(warmup_steps=4, max_grad_norm=0.0)
+    before = weights(stepper)
+    reading = stepper.launch(0, [make_batch(8, seed=0)]).read()
+    moved = (weights(stepper)[0] - before[0]).abs()
+    assert moved.median().item() == pytest.approx(reading.lr, rel=1e-3)
+    assert stepper.launch(1, [make_batch(8, seed=0)]).read().lr > reading.lr
+
+
+def test_no_decay_on_norms_biases_and_embeddings() -> None:
+    model = nn.ModuleDict({"e": nn.Embedding(3, 4), "n": nn.LayerNorm(4), "l": nn.Linear(4, 4)})
+    decayed, plain = make_optimizer(model, TrainingOptions(weight_decay=0.5), CPU).param_groups
+    assert decayed["weight_decay"] == 0.5
+    assert [tuple(p.shape) for p in decayed["params"]] == [(4, 4)]
+    assert plain["weight_decay"] == 0.0
+    assert len(plain["params"]) == 4
+
+
+BAD = ["nan_loss@step=2", "inf_loss@step=2", "nan_grad@step=2", "inf_grad@step=2", "nan_weight@step=1,tensor=0.weight"]
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_step_changes_nothing_and_stays_bad(fault: str, clip: float) -> None:
+    stepper = make_stepper(fault, max_grad_norm=clip)
+    for step in range(2):
+        assert not stepper.launch(step, [make_batch(8, seed=step)]).read().fatal
+    before = weights(stepper)
+    moments = {id(p): s["exp_avg"].clone() for p, s in stepper.optimizer.state.items()}
+    bad = stepper.launch(2, [make_batch(8, seed=2)]).read()
+    assert bad.fatal
+    stepper.launch(3, [make_batch(8, seed=3)]).read()  # what was in flight when the host had not looked yet
+    for a, b in zip(before, weights(stepper), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    for parameter, state in stepper.optimizer.state.items():
+        assert torch.equal(state["exp_avg"], moments[id(parameter)])
+    assert stepper.applied.item() == 2
+
+
+def test_without_the_gate_a_bad_step_would_spoil_the_weights() -> None:
+    """Negative control for the test above."""
+    stepper = make_stepper("nan_grad@step=0")
+
+    class Ungated(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            self.found_inf = torch.zeros(())
+            return super().step(closure)
+
+    stepper.optimizer = Ungated(stepper.model.parameters(), lr=torch.tensor(0.1), fused=True)
+    stepper.launch(0, [make_batch(8, seed=0)])
+    assert any(torch.isnan(weight).any() for weight in weights(stepper))
+
+
+def test_fp16_overflow_is_a_skip_that_halves_the_scale_and_keeps_the_schedule() -> None:
+    stepper = make_stepper("inf_grad@step=1", precision="fp16", warmup_steps=10)
+    assert stepper.precision.scaler
+    stepper.precision.scaler.scale.fill_(128.0)  # low enough that only the injected overflow happens
+    first = stepper.launch(0, [make_batch(8, seed=0)]).read()
+    before = weights(stepper)
+    skipped = stepper.launch(1, [make_batch(8, seed=1)]).read()
+    assert (skipped.fatal, skipped.overflow) == (False, True)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(stepper), strict=True))
+    assert stepper.precision.scaler.scale.item() == first.loss_scale / 2
+    after = stepper.launch(2, [make_batch(8, seed=2)]).read()
+    assert after.lr == skipped.lr > first.lr, "the schedule waits for a step that counts"
+    assert stepper.applied.item() == 2
+    assert not all(torch.equal(a, b) for a, b in zip(before, weights(stepper), strict=True))
+
+
+def test_fp16_really_overflows_at_a_large_scale() -> None:
+    stepper = make_stepper(precision="fp16")
+    assert stepper.precision.scaler
+    stepper.precision.scaler.scale.fill_(2.0**40)
+    assert stepper.launch(0, [make_batch(8, seed=0)]).read().overflow
+
+
+def test_fp16_loss_that_is_nan_is_fatal_not_an_overflow() -> None:
+    reading = make_stepper("nan_loss@step=0", precision="fp16").launch(0, [make_batch(8, seed=0)]).read()
+    assert (reading.fatal, reading.overflow) == (True, False)
+
+
+def test_a_rehearsal_changes_nothing() -> None:
+    for precision in ("fp32", "fp16"):
+        rehearsed, plain = make_stepper(precision=precision), make_stepper(precision=precision)
+        before = weights(rehearsed)
+        first = rehearsed.rehearse([make_batch(8, seed=0)])
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(rehearsed), strict=True))
+        a, b = (stepper.launch(0, [make_batch(8, seed=0)]).read() for stepper in (rehearsed, plain))
+        assert a == b
+        assert first.loss == pytest.approx(a.loss)

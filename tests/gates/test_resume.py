@@ -1,0 +1,134 @@
+"""Resume gate: going on from any checkpoint gives the bits of a run that never stopped.
+
+A later family or mode passes by adding one line to CASES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engine import checkpoint
+from tests.gates.training import run
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train, and after which steps to stop and go on."""
+
+    name: str
+    settings: dict[str, Any]
+    steps: int = 20
+    family: str = "llama"
+    fault: str = ""
+
+
+ONE_ROW = {"training.batch_size": 1}
+FOUR_PARTS = {**ONE_ROW, "training.grad_accum_nums": 4, "model.dropout": 0.1, "data.num_workers": 2}
+SHORT = {"training.context_length": 16}  # half precision is slow on CPUs without its instructions
+CASES = [
+    Case("fp32", {}),
+    Case("fp32-accumulate-dropout-prefetch", FOUR_PARTS),
+    Case("fp32-epochs", {"data.max_train_samples": 60, "training.batch_size": 8, "training.patience": 15}),
+    Case("bf16", {**FOUR_PARTS, **SHORT, "training.precision": "bf16"}, steps=6),
+    Case("fp16-overflow", {**ONE_ROW, **SHORT, "training.precision": "fp16"}, steps=6, fault="inf_grad@rank=0,step=2"),
+]
+
+EVERY_STEP = {
+    "training.save_interval": 1,
+    "checkpoint.keep_last": 100,
+    "debug.digest_interval": 1,
+    "training.eval_interval": 0,
+}
+
+
+def straight(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    if case.fault:
+        monkeypatch.setenv("LOCKSTEP_FAULT", case.fault)
+    _, recorder = run(folder, _settings(case, folder), family=case.family)
+    return recorder.trace
+
+
+def _settings(case: Case, folder: Path) -> dict[str, Any]:
+    return {**EVERY_STEP, "training.max_steps": case.steps, "data.cache_dir": folder.parent / "cache", **case.settings}
+
+
+def resumed(case: Case, folder: Path, step: int, *, settings: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
+    point = folder / "checkpoints" / f"step_{step:08d}"
+    _, recorder = run(
+        folder.parent / f"from-{step}", settings or _settings(case, folder), family=case.family, point=point
+    )
+    return recorder.trace
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_every_step_resumes_to_the_same_bits(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = straight(case, tmp_path / "whole", monkeypatch)
+    assert len(whole) == case.steps
+    assert len({entry[4] for entry in whole}) >= case.steps - 1, "the digest must move with the weights"
+    for step in range(1, case.steps):
+        assert resumed(case, tmp_path / "whole", step) == whole[step:], f"resumed after step {step}"
+
+
+def _dropped(path: str) -> Callable[[checkpoint.State], checkpoint.State]:
+    """The state with one field as a fresh run would have it."""
+
+    def drop(state: checkpoint.State) -> checkpoint.State:
+        section, _, key = path.partition(".")
+        if section == "model":
+            return dataclasses.replace(
+                state, model={n: torch.zeros_like(t) if n.endswith(key) else t for n, t in state.model.items()}
+            )
+        if section == "optimizer":
+            zeroed = {n: torch.zeros_like(t) if n.startswith(f"{key}.") else t for n, t in state.optimizer.items()}
+            return dataclasses.replace(state, optimizer=zeroed)
+        fresh: dict[str, Any] = {"scale": 65536.0, "smoothed_loss": None, "best_loss": None}
+        values = dict(state.run)
+        if section == "applied_steps":
+            values[section] = 0
+        else:
+            values[section] = {**values[section], key: fresh.get(key, 0)}
+        return dataclasses.replace(state, run=values)
+
+    return drop
+
+
+FIELDS = [
+    "model.wq.weight", "optimizer.exp_avg", "optimizer.exp_avg_sq", "applied_steps", "progress.step", "progress.tokens",
+    "progress.skipped", "progress.overflow_run", "progress.smoothed_loss", "progress.best_loss", "progress.stale_steps",
+    "loss_scale.scale", "loss_scale.growth_tracker",
+]  # fmt: skip
+
+
+def test_dropping_any_saved_field_breaks_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: no field is saved for nothing, and the gate sees each of them."""
+    case = next(case for case in CASES if case.name == "fp16-overflow")
+    case = dataclasses.replace(
+        case, settings={**case.settings, "training.learning_rate": 1e-12, "training.min_delta": 1.0}
+    )
+    whole = straight(case, tmp_path / "whole", monkeypatch)
+    at = 3  # right after the overflow: every counter is off its first value
+    state = checkpoint.load(tmp_path / "whole" / "checkpoints" / f"step_{at:08d}")
+    saved = {f"progress.{key}" for key in state.run["progress"]} | {
+        f"loss_scale.{key}" for key in state.run["loss_scale"]
+    }
+    assert saved | {"applied_steps"} == {field for field in FIELDS if not field.startswith(("model", "optimizer"))}
+    assert resumed(case, tmp_path / "whole", at) == whole[at:]
+    unseen: list[str] = []
+    for field in FIELDS:
+        damaged = _dropped(field)(state)
+        monkeypatch.setattr(checkpoint, "load", lambda _path, damaged=damaged: damaged)
+        if resumed(case, tmp_path / "whole", at) == whole[at:]:
+            unseen.append(field)
+    assert unseen == []

@@ -1,0 +1,78 @@
+"""Short runs of the real engine inside this process, with every step's bits on record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.load import load
+from lockstep.contracts import StepRecord
+from lockstep.engine import loop
+from lockstep.engine.build import assemble, plan
+from lockstep.engine.parts import Parts
+from lockstep.engine.resume import ResumePoint
+from lockstep.rundir import RunDir
+from lockstep.runtime.signals import StopRequest
+
+
+@dataclass
+class Recorder:
+    """A sink that keeps what it is given, and the host's and the scaler's state at that moment."""
+
+    records: list[StepRecord] = field(default_factory=list)
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    trace: list[tuple[Any, ...]] = field(default_factory=list)
+    parts: Parts | None = None
+
+    def write(self, record: StepRecord) -> None:
+        self.records.append(record)
+        if self.parts is None:
+            return
+        scaler = self.parts.stepper.precision.scaler
+        bits = (record.step, record.loss.hex(), record.grad_norm.hex(), record.lr.hex(), record.digest)
+        state = (
+            self.parts.progress.state_dict(),
+            scaler.state_dict() if scaler else None,
+            int(self.parts.stepper.applied.item()),
+        )
+        self.trace.append((*bits, *state))
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self.events.append((kind, fields))
+
+    def close(self) -> None: ...
+
+
+def flags(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, str(value).lower() if isinstance(value, bool) else str(value)) for key, value in settings.items()]
+
+
+def run(
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    family: str = "llama",
+    point: Path | None = None,
+    preset: str = "tiny",
+    stop: StopRequest | None = None,
+) -> tuple[Parts, Recorder]:
+    """Train `preset` with `settings` changed, in this process; from a checkpoint if `point` is given."""
+    loaded = load(family, preset=preset, flags=flags({"system.device": "cpu", **settings}))
+    planned = plan(loaded, torch.device("cpu"))
+    recorder = Recorder()
+    resume = ResumePoint(point, None) if point else None
+    assembled = assemble(planned, RunDir(folder), point=resume, sinks=[recorder], stop=stop or StopRequest())
+    recorder.parts = assembled.parts
+    try:
+        loop.run(assembled.parts)
+    finally:
+        assembled.loader.close()
+    return assembled.parts, recorder
+
+
+def losses(records: Sequence[StepRecord]) -> list[float]:
+    return [record.loss for record in records]

@@ -1,0 +1,154 @@
+"""Alarms against rot: sizes, banned words, floors, and what an import may cost. Each alarm is shown to ring."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "lockstep"
+MODULES = sorted(SOURCE.rglob("*.py"))
+SCRIPTS = sorted(path for path in (ROOT / "doors").glob("*/*") if path.suffix in (".py", ".sh"))
+TEXTS = [*MODULES, *SCRIPTS, *sorted((ROOT / "setup").glob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+
+BANNED = {
+    "pickle.load": r"\bpickle\.loads?\(",
+    "weights_only=False": r"weights_only\s*=\s*False",
+    "allow_pickle=True": r"allow_pickle\s*=\s*True",
+    "eval": r"(?<![\w.])eval\(",
+    "exec": r"(?<![\w.])exec\(",
+    "yaml.load": r"\byaml\.(unsafe_)?load\(",
+    "shell=True": r"shell\s*=\s*True",
+    "os.system": r"\bos\.system\(",
+    "swallowed exception": r"except( Exception| BaseException)?:\s*(#[^\n]*)?\n\s*pass\b",
+}
+
+
+def long_functions(tree: ast.AST, limit: int) -> list[str]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [f"{node.name}: {size}" for node in found if (size := (node.end_lineno or 0) - node.lineno + 1) > limit]
+
+
+def back_pointers(tree: ast.AST) -> list[int]:
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "trainer"]
+
+
+def test_there_is_something_to_watch() -> None:
+    assert len(MODULES) >= 40
+    assert len(SCRIPTS) >= 9
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    tree = ast.parse(text)
+    assert long_functions(tree, 60) == []
+    assert back_pointers(tree) == [], "no attribute called trainer: nothing points back to its caller"
+    assert ast.get_docstring(tree), "the first line of a module says what it is for"
+
+
+def test_the_size_alarms_ring() -> None:
+    body = "def long():\n" + "    x = 1\n" * 61
+    assert long_functions(ast.parse(body), 60) == ["long: 62"]
+    assert back_pointers(ast.parse("self.trainer = 1")) == [1]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_doors_hold_no_logic(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 25
+    if path.suffix == ".sh" and text.startswith("#!"):
+        assert "set -euo pipefail" in text
+        assert text.splitlines()[-1].startswith("exec ")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_door_has_a_test(path: Path) -> None:
+    tests = "".join(test.read_text(encoding="utf-8") for test in (ROOT / "tests" / "doors").glob("test_*.py"))
+    assert path.name in tests
+
+
+@pytest.mark.parametrize("word", BANNED)
+def test_banned_words(word: str) -> None:
+    pattern = re.compile(BANNED[word])
+    found = [str(path.relative_to(ROOT)) for path in TEXTS if pattern.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("pickle.load", "x = pickle.load(f)"),
+        ("weights_only=False", "torch.load(p, weights_only=False)"),
+        ("allow_pickle=True", "np.load(p, allow_pickle=True)"),
+        ("eval", "eval(text)"),
+        ("exec", "exec(text)"),
+        ("yaml.load", "yaml.load(f)"),
+        ("shell=True", "run(c, shell=True)"),
+        ("os.system", "os.system('x')"),
+        ("swallowed exception", "try:\n    x()\nexcept Exception:\n    pass\n"),
+    ],
+)
+def test_the_banned_words_are_recognised(word: str, line: str) -> None:
+    assert re.search(BANNED[word], line)
+    assert not re.search(BANNED[word], "model.eval()\nexcept OSError:\n    pass\n")
+
+
+def test_the_environment_has_one_door() -> None:
+    """ruff's TID251 is on for the package (and this is how it sounds)."""
+    command = [sys.executable, "-m", "ruff", "check", "--stdin-filename", str(SOURCE / "data" / "planted.py"), "-"]
+    planted = "import os\n\nHOME = os.environ.get('HOME')\n"
+    answer = subprocess.run(command, input=planted, capture_output=True, text=True, cwd=ROOT)
+    assert answer.returncode == 1
+    assert "TID251" in answer.stdout
+
+
+def settings(model: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    fields: dict[str, FieldInfo] = model.model_fields  # type: ignore[attr-defined]
+    for name, field in fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from settings(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + name, field
+
+
+def test_settings_stay_few_and_explained() -> None:
+    from lockstep.config.schema import FAMILIES
+
+    for family in FAMILIES.values():
+        found = dict(settings(family))
+        assert 60 <= len(found) <= 90
+        assert [name for name, field in found.items() if not field.description] == []
+
+
+def test_the_floors_hold() -> None:
+    from importlinter.cli import lint_imports
+
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_the_floors_alarm_rings(tmp_path: Path) -> None:
+    """A part that imports the engine, and one that imports its neighbour, in a copy of the package."""
+    shutil.copytree(SOURCE, tmp_path / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    planted = tmp_path / "lockstep" / "data" / "order.py"
+    planted.write_text("import lockstep.engine.loop\nimport lockstep.models.llama\n", encoding="utf-8")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from importlinter.cli import lint_imports\n"
+        "sys.exit(lint_imports(config_filename=sys.argv[2], no_cache=True))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(ROOT / "pyproject.toml")]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "lockstep.data.order -> lockstep.engine.loop" in answer.stdout
+    assert "lockstep.data.order -> lockstep.models.llama" in answer.stdout

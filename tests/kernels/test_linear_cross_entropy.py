@@ -1,0 +1,142 @@
+"""The chunked head and cross-entropy against F.cross_entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lockstep.kernels.linear_cross_entropy import linear_cross_entropy, score_next_tokens
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+N, D, V = 50, 16, 37
+
+
+def case(*, ignored: bool, weighted: bool, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    x = torch.randn(N, D, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, V, (N,))
+    if ignored:
+        targets[::3] = -100
+    return x, weight, targets, torch.rand(N, dtype=dtype) * 10 if weighted else None
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None) -> Tensor:
+    losses = F.cross_entropy(F.linear(x, weight).double(), targets, reduction="none")
+    return (losses if token_weights is None else losses * token_weights).sum()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk", [7, 16, 50, 1000])
+def test_sum_and_gradients(ignored: bool, weighted: bool, chunk: int) -> None:
+    x, weight, targets, token_weights = case(ignored=ignored, weighted=weighted)
+    expected = reference(x, weight, targets, token_weights)
+    total = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk)
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert total.dtype == torch.float32
+    scaled = torch.autograd.grad(total * 3.5, (x, weight))
+    for got, wanted in zip(scaled, torch.autograd.grad(expected * 3.5, (x, weight)), strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        again = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk)
+    assert float(again) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradcheck(weighted: bool) -> None:
+    x, weight, targets, token_weights = case(ignored=True, weighted=weighted, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda a, b: linear_cross_entropy(a, b, targets, token_weights, chunk_tokens=16), (x, weight)
+    )
+
+
+def test_only_what_needs_a_gradient_gets_one_and_nothing_is_written_in_forward() -> None:
+    x, weight, targets, _ = case(ignored=False, weighted=False)
+    total = linear_cross_entropy(x, weight.detach(), targets, chunk_tokens=16)
+    assert x.grad is None
+    total.backward()
+    assert x.grad is not None
+    assert weight.grad is None
+
+
+def test_all_targets_ignored_is_zero() -> None:
+    x, weight, targets, _ = case(ignored=False, weighted=False)
+    for chunk in (16, 64):
+        total = linear_cross_entropy(x, weight, torch.full_like(targets, -100), chunk_tokens=chunk)
+        assert float(total.detach()) == 0
+        assert all(not gradient.any() for gradient in torch.autograd.grad(total, (x, weight)))
+
+
+def test_under_checkpointing_the_gradient_comes_once() -> None:
+    x, weight, targets, _ = case(ignored=True, weighted=False)
+
+    def head(a: Tensor) -> Tensor:
+        return linear_cross_entropy(a, weight, targets, chunk_tokens=16)
+
+    plain = torch.autograd.grad(head(x), (x, weight))
+    head_again = checkpoint(head, x, use_reentrant=False)
+    assert isinstance(head_again, Tensor)
+    head_again.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert torch.equal(x.grad, plain[0])
+    assert torch.equal(weight.grad, plain[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_half_precision_with_a_loss_scale(dtype: torch.dtype, weighted: bool) -> None:
+    """fp16: the gradient of a SUM, scaled, is right; divided by the count first it would round to zero."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 32, requires_grad=True)
+    weight = (torch.randn(200, 32) * 0.02).requires_grad_()
+    targets = torch.randint(0, 200, (64,))
+    token_weights = torch.rand(64) * 1000 if weighted else None  # 1/p reaches 1000
+    expected = torch.autograd.grad(reference(x, weight, targets, token_weights), (x, weight))
+    scale = 65536.0 / 1e6  # the scaler's factor over a million targets
+    with torch.autocast("cpu", dtype=dtype):
+        total = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=16)
+    assert total.dtype == torch.float32
+    for got, wanted in zip(torch.autograd.grad(total * scale, (x, weight)), expected, strict=True):
+        assert got.dtype == torch.float32
+        error = (got / scale - wanted).norm() / wanted.norm()
+        assert float(error) < 0.02
+    divided = (expected[0] / 1e6).half()  # the control: what dividing inside an fp16 head would have left
+    assert weighted or float((divided == 0).float().mean()) > 0.2
+
+
+@pytest.mark.parametrize("bad", [V, -1, 10_000])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_a_target_outside_the_vocabulary_raises(bad: int, chunk: int) -> None:
+    x, weight, targets, _ = case(ignored=False, weighted=False)
+    targets[3] = bad
+    with pytest.raises((IndexError, RuntimeError)):
+        linear_cross_entropy(x, weight, targets, chunk_tokens=chunk)
+
+
+def test_no_full_logits_ever_exist() -> None:
+    """Peak memory of the chunked path stays near one chunk; the plain path's does not (the control)."""
+
+    def largest(chunk: int) -> int:
+        x = torch.randn(512, 8, requires_grad=True)
+        weight = torch.randn(4096, 8, requires_grad=True)
+        targets = torch.randint(0, 4096, (512,))
+        with torch.profiler.profile(profile_memory=True) as profile:
+            linear_cross_entropy(x, weight, targets, chunk_tokens=chunk).backward()
+        return max(event.self_cpu_memory_usage for event in profile.events())  # pyright: ignore
+
+    logits = 512 * 4096 * 4
+    assert largest(512) >= logits
+    assert largest(64) <= logits // 8
+
+
+def test_scores_for_evaluation() -> None:
+    x, weight, targets, _ = case(ignored=True, weighted=False)
+    keep = targets != -100
+    right = int((F.linear(x, weight).argmax(-1) == targets)[keep].sum())
+    for chunk in (16, 64):
+        total, correct = score_next_tokens(x, weight, targets, chunk_tokens=chunk)
+        assert float(total) == pytest.approx(float(reference(x, weight, targets, None).detach()), rel=1e-6)
+        assert int(correct) == right

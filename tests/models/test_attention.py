@@ -1,0 +1,169 @@
+"""Attention kernels: honoured or refused, and all computing the same thing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lockstep.errors import ConfigError, ExitCode
+from lockstep.models import attention
+from lockstep.models.layers import Block, rope_frequencies, rope_tables
+from lockstep.models.shapes import KNOWN
+from torch import Tensor
+
+TINY = KNOWN["lockstep/tiny"]
+
+
+def ask(backend: str, device: str = "cpu", dtype: str = "fp32", *, flash: bool = True, same_bits: bool = False):
+    return attention.resolve(
+        backend, use_flash=flash, device_type=device, dtype_name=dtype, deterministic=same_bits, head_dim=64
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A pretended GPU: which packages it has, which kernels fail on it."""
+    pretend: dict[str, object] = {"packages": {"triton"}, "broken": {}}
+    monkeypatch.setattr(attention, "has_package", lambda name: name in pretend["packages"])  # pyright: ignore
+    monkeypatch.setattr(attention, "probe", lambda backend, *_: pretend["broken"].get(backend, ""))  # pyright: ignore
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("backend", "flash", "expected"),
+    [
+        ("auto", True, "native_flash"),
+        ("auto", False, "native_math"),
+        ("native_flash", True, "native_flash"),
+        ("native_math", True, "native_math"),
+        ("native_math", False, "native_math"),
+    ],
+)
+def test_on_the_cpu(backend: str, flash: bool, expected: str) -> None:
+    name, notice = ask(backend, flash=flash)
+    assert name == expected
+    assert expected in notice
+
+
+@pytest.mark.parametrize(
+    ("backend", "flash", "reason"),
+    [
+        ("cudnn", True, "CUDA"),
+        ("flash_attn", True, "CUDA"),
+        ("flex", True, "backward"),
+        ("native_flash", False, "use_flash_attention"),
+        ("flash_attn", False, "use_flash_attention"),
+    ],
+)
+def test_refused_on_the_cpu(backend: str, flash: bool, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        ask(backend, flash=flash)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert backend in caught.value.what
+    assert caught.value.where == "model.attention_backend"
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "same_bits", "expected"),
+    [
+        ("auto", "bf16", False, "cudnn"),
+        ("auto", "bf16", True, "flex"),
+        ("auto", "fp32", False, "flex"),
+        ("cudnn", "fp16", False, "cudnn"),
+        ("native_flash", "bf16", True, "native_flash"),
+        ("flash_attn", "bf16", False, "native_flash"),
+        ("flex", "fp32", True, "flex"),
+        ("native_math", "fp32", False, "native_math"),
+    ],
+)
+def test_on_a_gpu(gpu: dict[str, object], backend: str, dtype: str, same_bits: bool, expected: str) -> None:
+    name, notice = ask(backend, "cuda", dtype, same_bits=same_bits)
+    assert name == expected
+    assert expected in notice
+    if backend == "flash_attn":
+        assert "not installed" in notice
+
+
+def test_the_flash_attn_package_is_used_where_it_is(gpu: dict[str, object]) -> None:
+    gpu["packages"] = {"flash_attn"}
+    assert ask("flash_attn", "cuda", "bf16")[0] == "flash_attn"
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "same_bits"),
+    [("cudnn", "fp32", False), ("native_flash", "fp32", False), ("flash_attn", "fp32", False), ("cudnn", "bf16", True)],
+)
+def test_refused_on_a_gpu(gpu: dict[str, object], backend: str, dtype: str, same_bits: bool) -> None:
+    with pytest.raises(ConfigError, match=backend):
+        ask(backend, "cuda", dtype, same_bits=same_bits)
+
+
+def test_auto_falls_back_and_says_so_where_a_named_kernel_is_refused(gpu: dict[str, object]) -> None:
+    gpu["broken"] = {"cudnn": "no such engine"}
+    name, notice = ask("auto", "cuda", "bf16")
+    assert name == "native_flash"
+    assert "not cudnn: no such engine" in notice
+    with pytest.raises(ConfigError, match="no such engine"):
+        ask("cudnn", "cuda", "bf16")
+    gpu["broken"] = {"cudnn": "x", "native_flash": "y"}
+    gpu["packages"] = set()
+    name, notice = ask("auto", "cuda", "bf16")
+    assert name == "native_math"
+    assert "triton" in notice
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention from its definition, head by head."""
+    group = q.shape[1] // k.shape[1]
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    heads = []
+    for h in range(q.shape[1]):
+        scores = (q[:, h] @ k[:, h // group].mT / math.sqrt(q.shape[3])).masked_fill(~mask, -math.inf)
+        heads.append(scores.softmax(-1) @ v[:, h // group])
+    return torch.stack(heads, dim=1)
+
+
+@pytest.mark.parametrize("backend", ["native_flash", "native_math"])
+def test_kernels_compute_attention_with_grouped_heads(backend: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 33, 16, requires_grad=True) for heads in (6, 2, 2))
+    expected = reference(q, k, v)
+    got = attention.attend(q, k, v, backend=backend)
+    assert torch.allclose(got, expected, atol=1e-5)
+    tiled = attention.attend(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1), backend=backend)
+    assert not torch.allclose(tiled, expected, atol=1e-2)  # the classic mistake is seen
+    weight = torch.randn_like(got)
+    for a, b in zip(
+        torch.autograd.grad((got * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize(("backend", "operator"), [("native_flash", "flash_attention"), ("native_math", "math")])
+def test_the_named_kernel_is_the_one_that_runs(backend: str, operator: str) -> None:
+    q = torch.randn(1, 2, 16, 8)
+    with torch.profiler.profile() as profile:
+        attention.attend(q, q, q, backend=backend)
+    ran = [event.name for event in profile.events() if "scaled_dot_product" in event.name]
+    assert any(operator in name for name in ran), ran
+
+
+def test_not_causal_is_one_argument_away() -> None:
+    q = torch.randn(1, 2, 16, 8)
+    assert not torch.equal(
+        attention.attend(q, q, q, backend="native_math"), attention.attend(q, q, q, backend="native_math", causal=False)
+    )
+
+
+@pytest.mark.parametrize("backend", ["native_flash", "native_math"])
+def test_a_block_is_one_graph_for_the_compiler(backend: str) -> None:
+    torch.manual_seed(0)
+    block = Block(TINY, backend=backend, dropout=0.0)
+    x, (cos, sin) = torch.randn(2, 16, 64), rope_tables(rope_frequencies(TINY), 16)
+    expected = block(x, cos, sin, None)
+    block.compile(backend="aot_eager", fullgraph=True)
+    assert torch.allclose(block(x, cos, sin, None), expected, atol=1e-6)
+    torch.compiler.reset()

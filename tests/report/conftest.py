@@ -1,0 +1,44 @@
+"""Logging is set up per test and taken down after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lockstep.contracts import StepRecord
+from lockstep.report import logs
+
+
+@pytest.fixture(autouse=True)
+def logging_taken_down() -> Iterator[None]:
+    yield
+    logs.close_logging()
+
+
+@pytest.fixture
+def record() -> Callable[..., StepRecord]:
+    """The step of the documented sample line, with changes."""
+
+    def make(step: int = 0, **changes: object) -> StepRecord:
+        fields = {"loss": 12.234, "grad_norm": 2.75648, "lr": 1e-5, "seconds": 0.05, "tokens": 8192, "eta_seconds": 330}
+        return StepRecord(step, **(fields | changes))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def cpu_us() -> Callable[[Callable[[int], None]], float]:
+    """CPU time of one call in microseconds: the best of several batches, as other work only ever adds."""
+
+    def measure(call: Callable[[int], None], count: int = 400, batches: int = 8) -> float:
+        best = float("inf")
+        for _ in range(batches):
+            start = time.process_time()
+            for number in range(count):
+                call(number)
+            best = min(best, time.process_time() - start)
+        return best / count * 1e6
+
+    return measure

@@ -1,0 +1,155 @@
+"""events.jsonl: whole lines, exact numbers, valid JSON, resumes honoured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.report.jsonl import EventSink, read_events
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_a_step_has_the_stable_keys_and_exact_numbers(tmp_path: Path, record) -> None:
+    sink = EventSink(tmp_path / "run" / "events.jsonl")
+    sink.write(record(3, loss=0.1 + 0.2, memory_bytes=7, digest="ab", mfu=0.4))
+    sink.close()
+    (step,) = lines(tmp_path / "run" / "events.jsonl")
+    assert step.pop("time") > 1e9
+    assert step == {
+        "kind": "step", "step": 3, "loss": 0.1 + 0.2, "loss_hex": (0.1 + 0.2).hex(), "grad_norm": 2.75648,
+        "grad_norm_hex": 2.75648.hex(), "lr": 1e-5, "seconds": 0.05, "tokens": 8192, "memory_bytes": 7, "digest": "ab",
+        "skipped": False, "loss_scale": 1.0, "mfu": 0.4,
+    }  # fmt: skip
+    assert float.fromhex(step["loss_hex"]) == 0.1 + 0.2
+
+
+def test_nan_and_inf_stay_valid_json(tmp_path: Path, record) -> None:
+    path = tmp_path / "events.jsonl"
+    sink = EventSink(path)
+    sink.write(record(0, loss=math.nan))
+    sink.write(record(1, grad_norm=-math.inf))
+    sink.event("eval", {"step": 2, "val_loss": math.inf, "parts": {"a": [math.nan, 1.5]}, "path": Path("/x")})
+    first, second, third = lines(path)
+    assert (first["loss"], first["loss_text"], first["loss_hex"]) == (None, "nan", "nan")
+    assert (first["grad_norm"], "grad_norm_text" in first) == (2.75648, False)
+    assert (second["grad_norm"], second["grad_norm_text"], second["loss"]) == (None, "-inf", 12.234)
+    assert third.pop("time") > 1e9
+    assert third == {
+        "kind": "eval", "step": 2, "val_loss": None, "val_loss_text": "inf", "parts": {"a": [None, 1.5]}, "path": "/x",
+    }  # fmt: skip
+
+
+def test_no_secret_and_no_control_byte_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "canary-key")
+    sink = EventSink(tmp_path / "e", secrets=("from-the-config",))
+    sink.event("fault", {"cause": ["said canary-key", {"x": "from-the-config"}], "trace": "\x1b]0;t\x07red"})
+    (event,) = lines(tmp_path / "e")
+    assert event["cause"] == ["said ***", {"x": "***"}]
+    assert event["trace"] == "red"
+
+
+def test_a_resume_voids_what_came_after_its_step(tmp_path: Path, record) -> None:
+    path = tmp_path / "events.jsonl"
+    first = EventSink(path)
+    first.event("start", {})
+    for step in range(6):
+        first.write(record(step, loss=float(step)))
+        if step in (1, 3, 5):
+            first.event("eval", {"step": step + 1, "val_loss": 1.0})
+    first.event("save", {"step": 4})
+    first.close()
+    second = EventSink(path)
+    second.event("resume", {"step": 4})
+    for step in range(4, 6):
+        second.write(record(step, loss=step + 0.5))
+    second.event("end", {"step": 6, "exit_code": 0})
+    second.close()
+    events = read_events(path)
+    steps = [(event["step"], event["loss"]) for event in events if event["kind"] == "step"]
+    assert steps == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5)]
+    assert [event["step"] for event in events if event["kind"] == "eval"] == [2, 4]
+    assert [event["kind"] for event in events if event["kind"] not in ("step", "eval")] == [
+        "start", "save", "resume", "end",
+    ]  # fmt: skip
+    assert len(lines(path)) == len(events) + 3  # the file itself keeps all
+
+
+def test_a_torn_last_line_is_left_out_and_not_built_upon(tmp_path: Path, record) -> None:
+    path = tmp_path / "events.jsonl"
+    sink = EventSink(path)
+    sink.write(record(0))
+    sink.write(record(1))
+    sink.close()
+    whole = path.read_bytes()
+    start_of_last = whole.index(b"\n") + 1
+    for cut in range(start_of_last + 1, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        assert [event["step"] for event in read_events(path)] == [0]
+    path.write_bytes(whole[: start_of_last + 40])
+    again = EventSink(path)  # without care its first line would continue the torn one and be lost with it
+    again.event("resume", {"step": 1})
+    again.write(record(1))
+    assert [(event["kind"], event["step"]) for event in read_events(path)] == [("step", 0), ("resume", 1), ("step", 1)]
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path: Path, record) -> None:
+    path = tmp_path / "events.jsonl"
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            sink = EventSink(path)
+            while True:
+                sink.write(record(0))
+        size, before = 0, path.stat().st_size if path.exists() else 0
+        while size < before + 20_000:
+            size = path.stat().st_size if path.exists() else 0
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    content = path.read_bytes()
+    assert content.endswith(b"\n")
+    assert len(content.splitlines()) == len(read_events(path)) > 100
+
+
+def test_a_full_disk_is_one_warning(caplog: pytest.LogCaptureFixture, record, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+    sink = EventSink(Path("/dev/full"))
+    for step in range(5):
+        sink.write(record(step))
+    sink.event("end", {})
+    sink.close()
+    assert len(caplog.records) == 1
+    assert "cannot write /dev/full: No space left" in caplog.text
+
+
+def test_writing_goes_on_when_there_is_room_again(tmp_path: Path, record, monkeypatch) -> None:
+    path = tmp_path / "events.jsonl"
+    sink = EventSink(path)
+    sink.write(record(0))
+    real, room = os.write, iter([17, -1])
+
+    def write(descriptor: int, data: bytes) -> int:
+        left = next(room, None)
+        if left is None:
+            return real(descriptor, data)
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[:left])  # a disk that fills up in the middle of a line
+
+    monkeypatch.setattr(os, "write", write)
+    for step in range(1, 5):
+        sink.write(record(step))
+    assert [event["step"] for event in read_events(path)] == [0, 3, 4]
+
+
+def test_a_step_is_cheap(tmp_path: Path, record, cpu_us) -> None:
+    sink, step = EventSink(tmp_path / "events.jsonl"), record(0)
+    assert cpu_us(lambda _: sink.write(step)) < 40

@@ -1,0 +1,107 @@
+"""TensorBoard files, read back by TensorBoard itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.report.tensorboard import TensorboardSink
+
+
+def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in sorted(accumulator.Tags()["scalars"])
+    }
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path, record) -> None:
+    sink = TensorboardSink(tmp_path / "tb")
+    sink.event("start", {"run": "x"})
+    for step in range(6):
+        sink.write(record(step, loss=8.0 - step, mfu=0.25, memory_bytes=1 << 30, loss_scale=4.0))
+    sink.event("eval", {"step": 6, "val_loss": 2.5, "val_accuracy": 0.5, "note": "text", "flag": True})
+    assert read_back(tmp_path / "tb")["train/loss"][-1] == (5, 3.0)  # readable before it is closed
+    sink.close()
+
+    again = TensorboardSink(tmp_path / "tb")  # resumed after four steps: the rest is written anew
+    again.event("resume", {"step": 4})
+    again.write(record(4, loss=math.nan))
+    again.close()
+    found = read_back(tmp_path / "tb")
+    assert [value for _, value in found["train/loss"][:4]] == [8.0, 7.0, 6.0, 5.0]
+    assert [step for step, _ in found["train/loss"]] == [0, 1, 2, 3, 4]
+    assert math.isnan(found["train/loss"][4][1])
+    assert found["train/tokens_per_second"][0] == (0, pytest.approx(8192 / 0.05))
+    assert found["train/lr"][0][1] == pytest.approx(1e-5)
+    assert found["train/memory_gib"][0] == (0, 1.0)
+    assert set(found) == {
+        "train/loss", "train/grad_norm", "train/lr", "train/tokens_per_second", "train/mfu", "train/memory_gib",
+        "train/loss_scale",
+    }  # fmt: skip
+
+
+def test_evaluations_are_read_back_too(tmp_path: Path) -> None:
+    sink = TensorboardSink(tmp_path)
+    sink.event("eval", {"step": 6, "val_loss": 2.5, "val_accuracy": 0.5, "note": "text", "flag": True})
+    sink.close()
+    assert read_back(tmp_path) == {"eval/val_accuracy": [(6, 0.5)], "eval/val_loss": [(6, 2.5)]}
+
+
+def test_neither_tensorflow_nor_torchs_writer_is_imported(tmp_path: Path, record) -> None:
+    sink = TensorboardSink(tmp_path)
+    sink.write(record(0))
+    sink.close()
+    assert not {"tensorflow", "torch.utils.tensorboard"} & sys.modules.keys()
+
+
+def test_without_the_package_there_is_one_notice(
+    tmp_path: Path, record, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
+    caplog.set_level("INFO", "lockstep")
+    sink = TensorboardSink(tmp_path / "tb")
+    sink.write(record(0))
+    sink.event("eval", {"step": 1, "val_loss": 1.0})
+    sink.event("resume", {"step": 1})
+    sink.close()
+    assert len(caplog.records) == 1
+    assert "pip install tensorboard" in caplog.text
+    assert not (tmp_path / "tb").exists()
+
+
+def test_a_full_disk_is_one_warning(
+    tmp_path: Path, record, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+    sink = TensorboardSink(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        for step in range(4_000):
+            sink.write(record(step))
+        sink.event("eval", {"step": 1, "val_loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.close()
+    assert len(caplog.records) == 1
+    assert "Training goes on without it" in caplog.text
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size == 300_000
+    assert len(read_back(tmp_path)["train/loss"]) > 1_000
+
+
+def test_a_step_is_cheap(tmp_path: Path, record, cpu_us) -> None:
+    sink, step = TensorboardSink(tmp_path), record(0, mfu=0.4, memory_bytes=1 << 30)
+    assert cpu_us(lambda _: sink.write(step)) < 80
+    sink.close()
