@@ -140,6 +140,7 @@ def pip(*arguments: str, packages: int) -> None:
                 progress.read(line)
         finally:
             progress.close()
+            process.stdout.close()
             if sys.exc_info()[0] is not None:  # interrupted: pip must not go on without us
                 process.terminate()
                 process.wait()

@@ -59,3 +59,15 @@ def lockstep(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
         return Outcome(code, out, err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def _prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture
+def shared_cache(_prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One dataset cache for all tests that train: the corpus is prepared once."""
+    monkeypatch.setenv("DATASET_CACHE_DIR", str(_prepared))
+    return _prepared

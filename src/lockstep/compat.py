@@ -10,11 +10,13 @@ import logging
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.arguments import Parser, Setting, split
 from lockstep.errors import ConfigError, ExitCode, LockstepError, OutputError, Stopped
 from lockstep.families import doors_folder, families_table, init
 from lockstep.registry import nearest
@@ -22,64 +24,12 @@ from lockstep.runtime import env
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
-    from lockstep.runtime.devices import Gpu
 
-__all__ = ["DOORS", "families_table", "init", "main", "parse", "resolve", "usage"]
-logger = logging.getLogger(__name__)
+__all__ = ["DOORS", "families_table", "init", "main", "parse", "resolve"]
+logger = logging.getLogger("lockstep.compat")  # also when run with -m
 
 LOG_ROOT = Path("/tmp")  # the documented place, whatever TMPDIR says
-CPU_NOTICE = "No GPUs detected: running the demo preset on the CPU"
-CPU_ASKED_NOTICE = "The CPU was asked for: running the demo preset"
 RULE = "=" * 60
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One documented flag: the setting it is another word for, or what it does."""
-
-    name: str  # with hyphens; underscores are accepted everywhere
-    help: str
-    key: str = ""  # dotted setting
-    metavar: str = ""  # "" : a switch
-    bare: str = ""  # what the flag means without a value; "" : a value must follow
-    prepare: bool = False  # also a flag of prepare_dataset.py
-
-
-FLAGS = (
-    Flag("config", "configuration file, JSON (comments allowed) or YAML", metavar="FILE", prepare=True),
-    Flag(
-        "preset",
-        "settings to start from (default: production; demo where there is no GPU)",
-        metavar="NAME",
-        prepare=True,
-    ),
-    Flag("debug", "the debug preset: 2 layers, 10 steps, every check on", prepare=True),
-    Flag("max-steps", "optimizer steps", "training.max_steps", "N"),
-    Flag("model-path", "shape by name, folder or hub id", "model.model_path", "ID", prepare=True),
-    Flag("device", "auto, cuda or cpu", "system.device", "NAME", prepare=True),
-    Flag("precision", "auto, fp32, bf16 or fp16", "training.precision", "NAME"),
-    Flag("checkpoint", "go on from a run, a checkpoint or a .pt file", "checkpoint.resume", "PATH"),
-    Flag(
-        "resume",
-        "the same; without a path: the newest run of this configuration",
-        "checkpoint.resume",
-        "[PATH]",
-        "auto",
-    ),
-    Flag("gradient-checkpointing", "less memory, more work", "system.gradient_checkpointing", bare="true"),
-    Flag("deterministic", "the same bits in every run, also on a GPU", "system.deterministic", bare="true"),
-    Flag("profile", "trace a few steps", "report.profile", bare="true"),
-    Flag("experiment-name", "name used in file names and logs", "run.experiment_name", "NAME"),
-    Flag("name", "name of the run folder", "run.name", "NAME"),
-    Flag("out", "folder of the run folders", "run.out", "DIR"),
-    Flag("log-level", "DEBUG, INFO, WARNING or ERROR", "debug.log_level", "LEVEL", prepare=True),
-    Flag("log-file", "also write the log here", "report.log_file", "FILE", prepare=True),
-    Flag("log-dir", "also write logs to this folder", "system.log_dir", "DIR", prepare=True),
-    Flag("log-prefix", "bracket: [GPU0] ...; colon: GPU0:INFO | [GPU 0] ...", "report.log_prefix", "NAME"),
-    Flag("hf-token", "Hugging Face token (better: $HF_TOKEN); never written", "data.hf_token", "TOKEN", prepare=True),
-    Flag("dry-run", "show the resolved configuration and where each value is from, and stop"),
-    Flag("help", "this text", prepare=True),
-)
 
 
 @dataclass(frozen=True)
@@ -92,11 +42,19 @@ class Door:
     launcher: bool = False  # writes /tmp/model_check_logs_*, labels every line
     prepares: bool = False  # only prepares the dataset
 
-    @property
-    def flags(self) -> tuple[Flag, ...]:
-        return tuple(flag for flag in FLAGS if flag.prepare or not self.prepares)
+    def parser(self) -> Parser:
+        """The flags of the script; with those of every setting."""
+        parser = Parser("", self.summary)
+        parser.prog = f"bash {self.script}" if self.script.endswith(".sh") else f"python3 {self.script}"
+        parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
+        parser.flag("--preset", "settings to start from (production; demo where there is no GPU)", metavar="NAME")
+        parser.flag("--debug", "the debug preset, or debug output for another one")
+        parser.flag("--dry-run", "show the resolved configuration, and stop")
+        parser.add_shorts()
+        return parser
 
     def defaults(self) -> dict[str, str]:
+        """Settings of the script itself: over the preset, under the file and the flags."""
         places = {"training.checkpoint_dir": "./.checkpoints", "system.output_dir": "./.outputs"}
         return places | {"report.log_prefix": self.log_prefix}
 
@@ -112,168 +70,101 @@ DOORS = {
 }
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A command line, understood."""
-
-    switches: Mapping[str, str] = field(default_factory=dict[str, str])  # config, preset, debug, dry-run, help
-    settings: tuple[tuple[str, str], ...] = ()  # (dotted key, text), in order
-
-    def last(self, key: str) -> str:
-        return dict(self.settings).get(key, "")
-
-
 def main(script: str, argv: Sequence[str]) -> int:
     """Run a documented script with its arguments; returns the exit code."""
     try:
-        door = DOORS[script]
-        asked = parse(door, argv)
-        if "help" in asked.switches:
-            _write(usage(door))
-            return ExitCode.DONE
-        if door.prepares:
-            return _prepare(resolve(door, asked))
-        if door.launcher and "dry-run" not in asked.switches:
-            return _launch(door, asked)
-        return _train(resolve(door, asked), dry_run="dry-run" in asked.switches)
+        return _run(DOORS[script], argv)
     except LockstepError as error:
         _complain(str(error))
         return int(error.exit_code)
+    except SystemExit as done:  # argparse has shown its help
+        return done.code if isinstance(done.code, int) else int(ExitCode.DONE)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "lockstep":
+        if (error.name or "lockstep").partition(".")[0] == "lockstep":
             raise
         _complain(f"{sys.executable} has no package {error.name!r}\n  try: {install_command()}")
-        return ExitCode.FAILED
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        return int(ExitCode.FAILED)
     except Exception as error:
         if not _logs():
             raise
         logger.exception("Unexpected %s", type(error).__name__)
-        return ExitCode.FAILED
+        return int(ExitCode.FAILED)
 
 
-def parse(door: Door, argv: Sequence[str]) -> Asked:
-    """Understand a command line: documented flags, `--section.key value`, `section.key=value`; - and _ are the same."""
-    known = {flag.name: flag for flag in door.flags}
-    switches: dict[str, str] = {}
-    settings: list[tuple[str, str]] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        given = value if equals else None
-        if not word.startswith("-"):
-            if "." not in name or given is None:
-                raise ConfigError(f"unexpected word {word!r}", hint="--config FILE, or section.key=value")
-            settings.append((_key(name), given))
-        elif "." in name and word.startswith("--"):
-            settings.append((_key(name), _value(word, given, words)))
-        elif (flag := known.get("help" if word == "-h" else name.replace("_", "-"))) and word.startswith(("--", "-h")):
-            text = _flag_value(flag, word, given, words)
-            if flag.key:
-                settings.append((flag.key, text))
-            else:
-                switches[flag.name] = text
-        else:
-            close = nearest(name.replace("_", "-"), list(known))
-            hint = f"did you mean --{close}?" if close else f"{door.script} --help"
-            raise ConfigError(f"{door.script} has no flag {word.partition('=')[0]}", hint=hint)
-    return Asked(switches, tuple(settings))
+def _run(door: Door, argv: Sequence[str]) -> int:
+    asked, settings = parse(door, argv)
+    if asked.dry_run:
+        from lockstep.config.show import show
+
+        _write(show(resolve(door, asked, settings), only_set=True) + "\n")
+        return ExitCode.DONE
+    if door.prepares:
+        return _prepare(resolve(door, asked, settings))
+    if door.launcher:
+        return _launch(door, asked, settings)
+    return _train(resolve(door, asked, settings))
 
 
-def _key(name: str) -> str:
-    return name.replace("-", "_")
+def parse(door: Door, argv: Sequence[str]) -> tuple[Namespace, list[Setting]]:
+    """The script's own flags, and the settings: `--section.key value`, `section.key=value`, or a short word."""
+    parser = door.parser()
+    words, settings = split(parser, argv)
+    for word, _ in settings:
+        flag = f"--{word.replace('_', '-')}"
+        if "." not in word and flag not in parser.shorts and not _is_setting(word.replace("-", "_")):
+            close = nearest(flag, [*parser.takes_value, *parser.shorts])
+            hint = f"did you mean {close}?" if close else f"{parser.prog} --help"
+            raise ConfigError(f"no such flag of {door.script}", where=flag, hint=hint)
+    return parser.parse_args(words), settings
 
 
-def _flag_value(flag: Flag, word: str, given: str | None, words: list[str]) -> str:
-    if given is not None and not flag.metavar and not flag.bare:
-        raise ConfigError(f"--{flag.name} takes no value, got {given!r}")
-    if given is not None:
-        return given
-    if flag.metavar and not flag.bare:
-        return _value(word, None, words)
-    follows = bool(words) and not words[0].startswith("-") and not ("." in words[0] and "=" in words[0])
-    return words.pop(0) if flag.metavar and follows else flag.bare
+def _is_setting(word: str) -> bool:
+    """Is there a setting of that name, in whatever section?"""
+    from lockstep.config import renames
+    from lockstep.config.catalog import catalog
 
-
-def _value(word: str, given: str | None, words: list[str]) -> str:
-    if given is not None:
-        return given
-    if not words or words[0].startswith("--"):
-        raise ConfigError(f"{word} needs a value", hint=f"{word} VALUE")
-    return words.pop(0)
-
-
-def usage(door: Door) -> str:
-    """The help text of a script."""
-    call = f"bash {door.script}" if door.script.endswith(".sh") else f"python3 {door.script}"
-    lines = [f"usage: {call} [flags] [section.key=value ...]", "", door.summary, ""]
-    for flag in door.flags:
-        lines.append(f"  {f'--{flag.name} {flag.metavar}'.rstrip():<27} {flag.help}")
-    lines += [
-        "",
-        "Every other setting is a flag too: --training.learning-rate 3e-4, or training.learning_rate=3e-4.",
-        "`lockstep config list` shows the presets, `lockstep config explain KEY` the meaning of a setting.",
-        "",
-    ]
-    return "\n".join(lines)
+    others = {path[-1] for path in (*renames.JOINT, *renames.RETIRED)}
+    return bool(catalog("llama").by_name(word)) or bool(renames.moved((word,))) or word in others
 
 
 def resolve(
-    door: Door, asked: Asked, *, gpus: Sequence[Gpu] | None = None, defaults: Mapping[str, str] | None = None
+    door: Door, asked: Namespace, settings: Sequence[Setting], *, defaults: Mapping[str, str] | None = None
 ) -> Loaded:
     """The configuration of a command line: preset < the script's own defaults < file < flags."""
-    from lockstep.config.load import Origin, load
-    from lockstep.runtime.devices import visible_gpus
+    from lockstep import api
+    from lockstep.config.load import Origin
 
-    gpus = visible_gpus() if gpus is None else gpus
-    preset, notices = _preset(asked, gpus)
-    file, found = _find_config(asked.switches.get("config", ""))
-    loaded = load("llama", preset=preset, file=file, flags=asked.settings)
+    preset, flags = _preset(asked, settings)
+    file, notices = _find_config(asked.config)
+    first = api.resolve("llama", preset=preset, file=file, flags=flags)
+    taken = {key for key, origin in first.origins.items() if origin.layer in ("file", "flag")}
     wanted = door.defaults() | dict(defaults or {})
-    taken = {key for key, origin in loaded.origins.items() if origin.layer in ("file", "flag")}
     own = {key: value for key, value in wanted.items() if key not in taken}
-    loaded = load("llama", preset=preset, file=file, flags=[*own.items(), *asked.settings])
+    loaded = api.resolve("llama", preset=first.preset, file=file, flags=[*own.items(), *flags])
     origins = {**loaded.origins, **{key: Origin("preset", door.script) for key in own if key in loaded.origins}}
-    return replace(loaded, origins=origins, notices=(*notices, *found, *loaded.notices))
+    return replace(loaded, origins=origins, notices=(*notices, *first.notices))
 
 
-def _preset(asked: Asked, gpus: Sequence[Gpu]) -> tuple[str, tuple[str, ...]]:
-    named = asked.switches.get("preset", "")
-    if "debug" in asked.switches:
-        if named not in ("", "debug"):
-            raise ConfigError(
-                f"--debug is --preset debug, but --preset {named} is given too", hint="leave one of them out"
-            )
-        return "debug", ()
-    if named or "config" in asked.switches:
-        return named or "production", ()
-    if asked.last("system.device") == "cpu":
-        return "demo", (CPU_ASKED_NOTICE,)
-    if not gpus and asked.last("system.device") != "cuda":
-        return "demo", (CPU_NOTICE,)
-    return "production", ()
+def _preset(asked: Namespace, settings: Sequence[Setting]) -> tuple[str | None, list[Setting]]:
+    """The preset that was asked for, if any, and the settings with those of --debug before them."""
+    if asked.debug and asked.preset not in (None, "debug"):
+        return asked.preset, [("debug.enabled", "true"), ("debug.log_level", "DEBUG"), *settings]
+    return "debug" if asked.debug else asked.preset, [*settings]
 
 
-def _find_config(name: str) -> tuple[Path | None, tuple[str, ...]]:
+def _find_config(name: str | None) -> tuple[Path | None, tuple[str, ...]]:
     """The file of --config: as given, else the example of that name that lies beside the documented scripts."""
-    if not name:
+    if name is None:
         return None, ()
-    path = Path(name)
-    if path.exists():
-        return path, ()
-    folder = doors_folder() / "model_check"
-    examples = sorted(file.name for file in folder.glob("*.json"))
-    if name in examples:
-        return folder / name, (f"No {name} in this folder: using the example {folder / name}",)
-    raise ConfigError(f"--config: no file {name}", hint=f"a path, or one of the examples {', '.join(examples)}")
+    examples = doors_folder() / "model_check"
+    if not Path(name).exists() and name in {path.name for path in examples.glob("*.json")}:
+        return examples / name, (f"No {name} in this folder: using the example {examples / name}",)
+    return Path(name), ()
 
 
-def _train(loaded: Loaded, *, dry_run: bool = False) -> int:
-    if dry_run:
-        _write(describe(loaded))
-        return ExitCode.DONE
+def _train(loaded: Loaded) -> int:
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not env.gpu_label():
         _label_by_device(loaded)
@@ -291,7 +182,7 @@ def _label_by_device(loaded: Loaded) -> None:
         env.setdefault("GPU_RANK", str(gpus[system.device_id].index))
 
 
-def _launch(door: Door, asked: Asked) -> int:
+def _launch(door: Door, asked: Namespace, settings: Sequence[Setting]) -> int:
     """As a launcher: every line labelled, logs in the documented folder, a verdict at the end."""
     from lockstep.runtime.devices import visible_gpus
 
@@ -299,9 +190,9 @@ def _launch(door: Door, asked: Asked) -> int:
     label = env.gpu_label() or (str(gpus[0].index) if gpus else "0")
     folder = LOG_ROOT / f"model_check_logs_{os.getpid()}_{int(time.time())}"
     log = folder / f"gpu_{label}.log"
-    loaded = resolve(door, asked, gpus=gpus, defaults={"report.log_file": str(log)})
+    loaded = resolve(door, asked, settings, defaults={"report.log_file": str(log)})
     try:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         if loaded.config.report.log_file not in (None, str(log)):  # --log-file: one log, found under both names
             log.symlink_to(Path(str(loaded.config.report.log_file)).absolute())
     except OSError as error:
@@ -320,7 +211,7 @@ def _launch(door: Door, asked: Asked) -> int:
 
 
 def _prepare(loaded: Loaded) -> int:
-    """Build or find the dataset of a configuration, and say which."""
+    """Build or find the dataset of a configuration; `prepare` says which."""
     import torch
 
     from lockstep.engine.build import plan
@@ -332,29 +223,10 @@ def _prepare(loaded: Loaded) -> int:
     setup_logging(level=config.debug.log_level, log_files=log_files)
     for notice in loaded.notices:
         logger.info("%s", notice)
-    logger.info("%s\nPreparing dataset cache...\n%s", RULE, RULE)
-    logger.info("Dataset: %s", config.data.data_path or config.data.dataset_name)
-    logger.info("Model: %s", config.model.model_path)
-    logger.info("Context length: %d", config.training.context_length)
+    logger.info("%s\nModel: %s", RULE, config.model.model_path)
     planned = plan(loaded, torch.device("cpu"))
-    prepared = prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
-    logger.info("Dataset ready: %d samples (%d for validation)", prepared.train.rows, prepared.validation.rows)
-    logger.info("Cache location: %s", prepared.folder)
+    prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
     return ExitCode.DONE
-
-
-def describe(loaded: Loaded) -> str:
-    """Every setting that is not the default, and where it is from."""
-    from lockstep.config.load import to_dict
-
-    tree = to_dict(loaded.config)
-    lines = [f"preset {loaded.preset}", *loaded.notices]
-    for key, origin in sorted(loaded.origins.items()):
-        value: object = tree
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        lines.append(f"{key} = {value}    ({origin.layer} {origin.where})".rstrip())
-    return "\n".join(lines) + "\n"
 
 
 def install_command() -> str:
@@ -373,7 +245,7 @@ def _complain(text: str) -> None:
     if _logs():
         logger.error("%s", text)
     else:
-        sys.stderr.write(f"error: {text}\n")
+        sys.stderr.write(env.redact(f"lockstep: error: {text}\n"))
 
 
 def _logs() -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.kernels.linear_cross_entropy import linear_cross_entropy, score_next_tokens
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from lockstep.kernels.linear_cross_entropy import linear_cross_entropy, score_next_tokens
 
 N, D, V = 50, 16, 37
 

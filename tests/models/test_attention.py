@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from lockstep.errors import ConfigError, ExitCode
 from lockstep.models import attention
 from lockstep.models.layers import Block, rope_frequencies, rope_tables
 from lockstep.models.shapes import KNOWN
-from torch import Tensor
 
 TINY = KNOWN["lockstep/tiny"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from lockstep.models.initialise import GAMMA, fill, initialise, stream_key
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN
-from torch import Tensor
 
 MASK = (1 << 64) - 1
 
@@ -64,7 +66,7 @@ def test_shards_equal_the_whole_at_any_cut() -> None:
     whole = drawn(100_003)  # crosses the chunks of the CPU
     for pieces in (2, 3, 7):
         cuts = [len(whole) * i // pieces for i in range(pieces + 1)]
-        parts = [drawn(b - a, offset=a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [drawn(b - a, offset=a) for a, b in itertools.pairwise(cuts)]
         assert torch.equal(torch.cat(parts), whole)
 
 

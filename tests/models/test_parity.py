@@ -1,10 +1,11 @@
-"""Our LLaMA is transformers' LLaMA: same logits, gradients, files and greedy words (science C1). With the known mistakes
-the comparison must fail: weights of std 0.2 and rows longer than the original context make them visible."""
+"""Our LLaMA is transformers' LLaMA: same logits, gradients, files and greedy words (science C1).
+
+With the known mistakes it must fail: weights of std 0.2 and rows longer than the original context show them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from lockstep.contracts import SampleOptions
 from lockstep.models import hf
 from lockstep.models.layers import rope_frequencies
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN, LlamaShape, RopeScaling
 from lockstep.objectives.causal import Causal
-from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,8 +61,8 @@ def make_pair(shape: LlamaShape, folder: Path, dtype: torch.dtype = torch.float3
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield make_pair(VARIANTS[request.param], tmp_path_factory.mktemp(request.param))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(VARIANTS[request.param], tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

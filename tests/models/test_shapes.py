@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
 from lockstep.models import hub
 from lockstep.models.options import LlamaOptions

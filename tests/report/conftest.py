@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,14 @@ from lockstep.report import logs
 def logging_taken_down() -> Iterator[None]:
     yield
     logs.close_logging()
+
+
+@pytest.fixture
+def screen() -> io.StringIO:
+    """What the user sees."""
+    stream = io.StringIO()
+    logs.setup_logging(stream=stream)
+    return stream
 
 
 @pytest.fixture

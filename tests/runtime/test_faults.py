@@ -226,7 +226,8 @@ def test_slow_stretches_the_work_and_not_its_own_sleep(monkeypatch: pytest.Monke
     monkeypatch.setattr(faults.time, "sleep", slept.append)
     armed, step_seconds = plan("slow@factor=3"), 0.0
     for step in range(5):
-        armed.at("forward", step, step_seconds=step_seconds)
+        armed.at("loader", step, step_seconds=step_seconds)  # told at one place, used at another
+        armed.at("forward", step)
         step_seconds = 1.0 + slept[-1]  # a step of one second, and the sleep before it
     assert slept == [0.0, 2.0, 2.0, 2.0, 2.0]
 

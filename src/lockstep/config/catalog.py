@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import reader
 from lockstep.config.schema import FAMILIES, RunConfig
 from lockstep.errors import ConfigError
-from lockstep.registry import nearest, suggest
+from lockstep.registry import suggest
 
 Path = tuple[str, ...]
 JSON_NAMES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
@@ -66,16 +68,19 @@ class Catalog:
             return f"did you mean {' or '.join(setting.key for setting in same)}?"
         if len(path) > 1 and section in self.sections:
             names = [setting.path[-1] for setting in self.settings.values() if setting.path[0] == section]
-            if near := nearest(name, names):
+            if near := _nearest(name, names):
                 return f"did you mean {section}.{near}?"
-        if len(path) > 1 and section not in self.sections and (near := nearest(section, list(self.sections))):
+        if section not in self.sections and (near := _nearest(section, self.sections, cutoff=0.8)):
             return f"did you mean the section {near}?"
-        names = sorted({setting.path[-1] for setting in self.settings.values()})
-        if near := nearest(name, names):
+        if near := _nearest(name, sorted({setting.path[-1] for setting in self.settings.values()})):
             return f"did you mean {' or '.join(setting.key for setting in self.by_name(near))}?"
         if len(path) == 1:
             return f"sections: {', '.join(self.sections)}; all settings: lockstep config explain"
         return f"all settings: lockstep config explain {section if section in self.sections else ''}".rstrip()
+
+
+def _nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 
 @functools.cache

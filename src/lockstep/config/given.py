@@ -10,6 +10,8 @@ from lockstep.config import reader, renames
 from lockstep.config.catalog import Catalog, Setting, show_value
 from lockstep.errors import ConfigError
 
+SHORT_FLAGS = {"name": ("run", "name"), "checkpoint": ("checkpoint", "resume")}  # those that a plain look-up would miss
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -69,6 +71,7 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
     """A flag of the command line; without a section it means the one setting of that name."""
     path = tuple(_plain(part) for part in key.split("."))
     flag = f"--{key}"
+    path = SHORT_FLAGS.get(path[-1], path) if len(path) == 1 else path
     if len(path) == 1 and renames.moved(path) is None and path not in renames.RETIRED:
         named = known.by_name(path[0]) + [joint_setting(joint) for joint in renames.JOINT if joint[-1] == path[0]]
         if len(named) == 1:

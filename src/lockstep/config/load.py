@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +19,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "Loaded", "Origin", "from_dict", "identity", "identity_diff", "identity_hash", "load", "load_run", "preset_file",
-    "presets", "read_config", "to_dict",
+    "Loaded", "Origin", "from_dict", "identity", "identity_diff", "identity_hash", "load", "load_file", "load_run",
+    "preset_file", "presets", "read_config", "replaced", "to_dict",
 ]  # fmt: skip
 
 PRESETS_FOLDERS = (Path(__file__).parents[1] / "presets", Path(__file__).parents[3] / "presets")  # installed, checkout
@@ -53,6 +54,24 @@ def from_dict(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
     return resolve(family, [from_document(document, catalog(family))], preset="").config
 
 
+def load_file(path: Path, family: str = "llama") -> Loaded:
+    """A configuration file over the defaults, without a preset."""
+    known = catalog(family)
+    return resolve(family, [from_document(document, known) for document in read_config(path)], preset="")
+
+
+def replaced(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """The configuration with some values changed; a secret stays."""
+    known = catalog(config.family)
+    tree = to_dict(config)
+    for setting in known.settings.values():
+        if setting.secret:
+            secret = getattr(getattr(config, setting.path[0]), setting.path[1])
+            tree[setting.path[0]][setting.path[1]] = secret.get_secret_value() if secret else None
+    layers = [from_document(reader.Document("config", tree), known), from_overrides(overrides, known)]
+    return resolve(config.family, layers, preset="").config
+
+
 def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
     """The configuration a run was started with, changed by flags."""
     path = run / "config.json"
@@ -64,11 +83,19 @@ def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
             f"no run here: {type(error).__name__} while reading its configuration", where=str(path)
         ) from None
     known = catalog(family)
-    layers = [
-        from_document(reader.Document(str(path), tree), known),
-        [from_flag(key, text, known) for key, text in flags],
-    ]
-    return resolve(family, layers, preset=preset)
+    written = from_document(reader.Document(str(path), tree), known)
+    loaded = resolve(family, [written, [from_flag(key, text, known) for key, text in flags]], preset=preset)
+    usual = {
+        item.path for item in written if item.path in known.settings and known.settings[item.path].default == item.value
+    }
+    return replace(
+        loaded,
+        origins={
+            key: origin
+            for key, origin in loaded.origins.items()
+            if origin.layer == "flag" or tuple(key.split(".")) not in usual
+        },
+    )
 
 
 # ------------------------------------------------------------------------------------------------ presets and files

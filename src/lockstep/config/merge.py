@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -53,7 +53,7 @@ def _merge(merged: dict[tuple[str, ...], Given], item: Given) -> None:
     path, value = item.path[:2], item.value
     before = merged.get(path)
     if len(item.path) == 3:  # run.tags.team=x adds one tag
-        older = before.value if before is not None and isinstance(before.value, dict) else {}
+        older = cast("dict[str, Any]", before.value) if before and isinstance(before.value, dict) else {}
         value = {**older, item.path[2]: value}
     elif before and before.rank == item.rank and item.origin.layer != "flag" and before.value != value:
         raise ConfigError(

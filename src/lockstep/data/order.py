@@ -29,6 +29,11 @@ def splitmix64(x: U64) -> U64:
     return x
 
 
+# Far apart: with neighbouring numbers as keys, the small halves of a small table would meet the same hashes again in
+# another round, and its rows would not fall evenly.
+ROUND_KEYS = splitmix64(np.arange(ROUNDS, dtype=np.uint64))
+
+
 def epoch_keys(seed: int, epochs: U64) -> U64:
     """One key per epoch; equal seeds and epochs give equal keys on every machine."""
     return splitmix64(splitmix64(np.array([seed], np.uint64)) ^ splitmix64(~epochs))
@@ -45,8 +50,8 @@ def permute(offsets: U64, keys: U64, *, rows: int) -> U64:
         values, key = placed[outside], keys[outside]
         low, high = values & low_mask, values >> np.uint64(low_bits)
         for turn in range(0, ROUNDS, 2):
-            high ^= splitmix64(low ^ (key + np.uint64(turn))) & high_mask
-            low ^= splitmix64(high ^ (key + np.uint64(turn + 1))) & low_mask
+            high ^= splitmix64(low ^ (key + ROUND_KEYS[turn])) & high_mask
+            low ^= splitmix64(high ^ (key + ROUND_KEYS[turn + 1])) & low_mask
         values = (high << np.uint64(low_bits)) | low
         placed[outside] = values
         outside = outside[values >= rows]

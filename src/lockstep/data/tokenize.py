@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from lockstep.errors import DataError, LockstepError, NotFoundError
+from lockstep.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 SEPARATOR = "<|endoftext|>"
 KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]", "<|eot_id|>")
 MIN_BPE_VOCAB = 257  # every byte and the separator
-HUB_WAIT_SECONDS = 25.0
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
 class TokenizerFile:
@@ -139,9 +135,10 @@ def _separator(tokenizer: Tokenizer, file: Path) -> str:
     processor = json.loads(tokenizer.to_str()).get("post_processor") or {}
     template = processor.get("single") if processor.get("type") == "TemplateProcessing" else None
     own = template[-1].get("SpecialToken", {}).get("id") if template else None
-    for token in (own, *KNOWN_SEPARATORS, _named_beside(file)):
-        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
-            return token
+    known = (token for token in (own, *KNOWN_SEPARATORS) if token and tokenizer.token_to_id(token) is not None)
+    found = next(known, None) or _named_beside(file)
+    if isinstance(found, str) and tokenizer.token_to_id(found) is not None:
+        return found
     raise DataError(
         "no token that could end a document",
         where=str(file),
@@ -155,37 +152,7 @@ def _named_beside(file: Path) -> object:
     if not config.is_file():
         return None
     try:
-        named = json.loads(config.read_text(encoding="utf-8"))["eos_token"]
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
         return named["content"] if isinstance(named, dict) else named
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"no eos_token to be read: {error}", where=str(config)) from error
-
-
-def download_tokenizer(name: str, *, token: str | None) -> TokenizerFile:
-    """tokenizer.json of a model on the hub: one try, bounded in time. The token goes into the header, nowhere else."""
-    failure = NotFoundError(
-        f"the tokenizer {name!r} is neither a local folder nor to be had from the hub",
-        where="data.tokenizer_name",
-        hint="check the name and the network, set HF_TOKEN if the model is gated, or use data.tokenizer_name=builtin",
-    )
-    if not HUB_ID.fullmatch(name) or ".." in name:
-        raise failure
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise LockstepError("huggingface_hub is not installed", hint="pip install huggingface-hub") from error
-    found: list[Path] = []
-    causes: list[Exception] = []
-
-    def fetch() -> None:
-        try:
-            found.append(Path(hf_hub_download(name, "tokenizer.json", token=token, etag_timeout=10)))
-        except Exception as error:  # network, access, name: all end in the one message
-            causes.append(error)
-
-    waiter = threading.Thread(target=fetch, name="hub", daemon=True)  # the library retries for minutes; we do not
-    waiter.start()
-    waiter.join(HUB_WAIT_SECONDS)
-    if not found:
-        raise failure from (causes[0] if causes else TimeoutError(f"no answer in {HUB_WAIT_SECONDS:.0f} s"))
-    return load_tokenizer(found[0])

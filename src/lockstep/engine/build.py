@@ -97,8 +97,12 @@ def assemble(
     config, options = plan.config, plan.config.training
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
     about = describe(plan, prepared.key)
+    planned_faults = faults.plan(rank=env.detect().rank)
+    model_options = config.model
+    if planned_faults.needs_hooks:  # compiled blocks skip hooks
+        model_options = model_options.model_copy(update={"compile": "off"})
     built = build_model(
-        config.model,
+        model_options,
         plan.shape,
         device=plan.device,
         dtype_name=options.precision,
@@ -107,7 +111,6 @@ def assemble(
         deterministic=config.system.deterministic,
         debug=config.debug.enabled,
     )
-    planned_faults = faults.plan(rank=env.detect().rank)
     planned_faults.attach(built.model)
     stepper = Stepper(
         built.model,

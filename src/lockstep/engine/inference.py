@@ -19,6 +19,7 @@ from lockstep.engine.resume import point_of_run, read_about
 from lockstep.errors import ConfigError
 from lockstep.models import hf
 from lockstep.models.build import build as build_model
+from lockstep.models.llama import Llama
 from lockstep.models.shapes import LlamaShape
 from lockstep.runtime.hardware import pick_device
 
@@ -27,7 +28,7 @@ from lockstep.runtime.hardware import pick_device
 class Trained:
     """A model with what belongs to it."""
 
-    model: nn.Module
+    model: Llama
     tokenizer: Tokenizer
     objective: Objective
     shape: LlamaShape

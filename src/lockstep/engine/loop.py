@@ -105,7 +105,7 @@ def attend(parts: Parts, step: int) -> bool:
 def settle(parts: Parts, launched: Launched, clock: Clock) -> None:
     """Wait for a step, judge it, and report it."""
     reading = launched.pending.read()
-    seconds = clock.lap()
+    seconds = clock.lap(launched.pending)
     progress, config = parts.progress, parts.config
     if not reading.fatal:
         progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=config.training.min_delta)
@@ -176,17 +176,19 @@ def due(done: int, interval: int) -> bool:
 
 
 class Clock:
-    """Seconds between settled steps."""
+    """Seconds of settled steps: by the GPU's own clock, which no late look distorts, else by the host's."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         self.since = time.perf_counter()
+        self.previous: Pending | None = None
 
-    def lap(self) -> float:
+    def lap(self, pending: Pending) -> float:
         now = time.perf_counter()
-        seconds, self.since = now - self.since, now
+        seconds = pending.seconds(self.previous) or now - self.since
+        self.since, self.previous = now, pending
         return seconds
 
 

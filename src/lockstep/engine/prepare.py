@@ -23,11 +23,11 @@ from lockstep.data.tokenize import (
     AlphabetTokenizer,
     ByteTokenizer,
     TokenizerFile,
-    download_tokenizer,
     load_tokenizer,
     train_bpe,
 )
 from lockstep.errors import ConfigError, DataError, NotFoundError
+from lockstep.models import hub
 from lockstep.runtime import env
 
 if TYPE_CHECKING:
@@ -92,10 +92,11 @@ def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Pre
 def cache_roots(options: DataOptions) -> list[Path]:
     """Where to look for caches; the first is written to. DATASET_CACHE_DIR moves the default, not a named folder."""
     default = DataOptions.model_fields["cache_dir"].default
-    if options.cache_dir != default:
-        return [Path(options.cache_dir).expanduser()]
-    moved = env.get("DATASET_CACHE_DIR")
-    return [Path(moved).expanduser()] if moved else [Path(default), OTHER_CACHE]
+    named = options.cache_dir if options.cache_dir != default else env.get("DATASET_CACHE_DIR")
+    try:
+        return [Path(named).expanduser()] if named else [Path(default), OTHER_CACHE]
+    except RuntimeError as error:
+        raise ConfigError(f"{named!r} is no folder: {error}", where="data.cache_dir") from error
 
 
 def key_parts(config: RunConfig, objective: Objective, *, source: Source, choice: TokenizerChoice) -> dict[str, Any]:
@@ -141,8 +142,8 @@ def choose_tokenizer(options: DataOptions, source: Source, *, model_path: str, v
         alphabet = getattr(source, "alphabet", None)  # of a source of symbols
         if alphabet is not None:
             return _ready("alphabet", AlphabetTokenizer(alphabet), vocab_limit)
-        if (Path(model_path) / "tokenizer.json").is_file():
-            return _ready(model_path, load_tokenizer(Path(model_path)), vocab_limit)
+        if own := _existing(f"{model_path}/tokenizer.json"):
+            return _ready(model_path, load_tokenizer(own), vocab_limit)
         name = "builtin"
         notice = (
             "No tokenizer named: using a byte-level BPE trained on this text (data.tokenizer_name=FOLDER for your own)"
@@ -154,11 +155,33 @@ def choose_tokenizer(options: DataOptions, source: Source, *, model_path: str, v
         return TokenizerChoice(name, {"builtin": size}, lambda texts: train_bpe(texts, size), notice)
     if name == "bytes":
         return _ready(name, ByteTokenizer(), vocab_limit)
-    path = Path(name).expanduser()
-    if path.exists():
+    if path := _existing(name):
         return _ready(name, load_tokenizer(path), vocab_limit)
+    return _ready(name, _from_hub(options, name), vocab_limit)
+
+
+def _from_hub(options: DataOptions, name: str) -> TokenizerFile:
+    """tokenizer.json of a model on the hub, or one message. The token goes into the header and nowhere else."""
     secret = options.hf_token.get_secret_value() if options.hf_token else env.get("HF_TOKEN")
-    return _ready(name, download_tokenizer(name, token=secret or None), vocab_limit)
+    try:
+        if not hub.looks_like_id(name):
+            raise NotFoundError("not a folder, not a hub id")
+        return load_tokenizer(hub.download(name, "tokenizer.json", token=secret or None))
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"no tokenizer {name!r}: {error.what}",
+            where="data.tokenizer_name",
+            hint="check the name and the network; gated models need HF_TOKEN; or use data.tokenizer_name=builtin",
+        ) from error
+
+
+def _existing(name: str) -> Path | None:
+    """The file or folder of this name; a name that could not be one's is nobody's."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # too long; the home of an unknown user
+        return None
 
 
 def _ready(name: str, tokenizer: TokenizerFile, vocab_limit: int) -> TokenizerChoice:
@@ -255,16 +278,16 @@ class Split:
 
     @staticmethod
     def of(documents: Iterable[str], fraction: float) -> Split:
-        """Hash every document and put the given share of them, at least one, under the threshold."""
+        """Hash every document and put the given share of the different ones, at least one, under the threshold."""
         hashes = np.fromiter((_hash(text) for text in documents), np.uint64)
-        held = max(1, round(fraction * len(hashes)))
-        if len(hashes) < 2 or (hashes <= (threshold := np.partition(hashes, held - 1)[held - 1])).all():
+        different = np.unique(hashes)
+        if len(different) < 2:
             raise DataError(
-                f"{len(hashes)} documents, {len(np.unique(hashes))} of them different: too few to keep "
-                f"{fraction:.0%} of them for validation",
+                f"{len(hashes)} documents, {len(different)} of them different: too few to keep one for validation",
                 where="data",
-                hint="more text, or a smaller data.validation_fraction",
+                hint="data.data_path with more text",
             )
+        threshold = different[min(max(1, round(fraction * len(different))), len(different) - 1) - 1]
         validation = int((hashes <= threshold).sum())
         return Split(int(threshold), {"train": len(hashes) - validation, "validation": validation})
 

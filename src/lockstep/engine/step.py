@@ -37,20 +37,33 @@ class Reading:
 class Pending:
     """A step that was launched; `read` waits for it."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self.event = None
+    def __init__(self, values: torch.Tensor, began: torch.cuda.Event | None = None) -> None:
         self.values = values
-        if values.is_cuda:
+        self.began, self.ended = began, mark(values.device)
+        if self.ended:
             self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self.values.copy_(values, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
+            self.ended.record()
 
     def read(self) -> Reading:
-        if self.event is not None:
-            self.event.synchronize()
+        if self.ended:
+            self.ended.synchronize()
         loss, grad_norm, lr, fatal, overflow, scale = self.values.tolist()
         return Reading(loss, grad_norm, lr, bool(fatal), bool(overflow), scale)
+
+    def seconds(self, previous: Pending | None) -> float | None:
+        """From the end of the previous step (or this one's beginning) to its end, by the GPU's clock; None: no GPU."""
+        since = previous.ended if previous else self.began
+        return since.elapsed_time(self.ended) / 1e3 if since and self.ended else None
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """A point in the GPU's queue of work; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def make_optimizer(model: nn.Module, options: TrainingOptions, device: torch.device) -> torch.optim.AdamW:
@@ -104,6 +117,7 @@ class Stepper:
 
     def launch(self, step: int, batches: Sequence[Batch]) -> Pending:
         """Queue one optimizer step over its micro-batches."""
+        began = mark(self.device)
         if self.faults.armed:
             self.faults.at("forward", step)
         loss = self.accumulate(step, batches)
@@ -115,7 +129,7 @@ class Stepper:
             scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
             for line in gradient_warnings(self.model.named_parameters(), scale=scale):
                 logger.warning("%s", line)
-        return self.update(step, loss)
+        return Pending(self.update(step, loss), began)
 
     def accumulate(self, step: int, batches: Sequence[Batch]) -> torch.Tensor:
         """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of all of them."""
@@ -135,7 +149,7 @@ class Stepper:
             total = total + part.detach()
         return total
 
-    def update(self, step: int, loss: torch.Tensor) -> Pending:
+    def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """Clip and apply the gradients, unless something is not finite."""
         scaler = self.precision.scaler
         norm = total_norm(self.parameters)
@@ -162,13 +176,13 @@ class Stepper:
             scaler.update(overflow)
         if self.faults.armed and step >= 0:
             self.faults.weights(self.model.named_parameters(), step)
-        return Pending(values)
+        return values
 
     def rehearse(self, batches: Sequence[Batch]) -> Reading:
         """A whole step that changes nothing: meets out-of-memory at once, compiles, and shows the first loss."""
         scale = self.precision.scaler.state_dict() if self.precision.scaler else None
         self.halted.fill_(1.0)
-        reading = self.update(-1, self.accumulate(-1, batches)).read()
+        reading = Pending(self.update(-1, self.accumulate(-1, batches))).read()
         self.halted = torch.zeros_like(self.halted)
         self.optimizer.zero_grad(set_to_none=True)
         if self.precision.scaler and scale:
@@ -179,4 +193,5 @@ class Stepper:
 def total_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The 2-norm of all gradients together."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms))

@@ -93,10 +93,8 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop:
             else:
                 logger.info("Nothing left to do: all %d steps are done", config.training.max_steps)
                 loop.validate(parts)
-            console.summary(present.summary(run, parts, draw_sample(parts, assembled), time.perf_counter() - started))
-            parts.tell(
-                "end", exit_code=0, step=parts.progress.step, tokens=parts.progress.tokens, val_loss=parts.val_loss
-            )
+            summary = present.summary(run, parts, draw_sample(parts, assembled), time.perf_counter() - started)
+            parts.tell("end", exit_code=0, step=parts.progress.step, tokens=parts.progress.tokens, **summary.fields())
         except BaseException as error:
             stop.patient = False
             explained = endings.explain(error, config, planned.device)
@@ -108,13 +106,11 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop:
 
 
 def start_log(loaded: Loaded, run: RunDir | None) -> None:
-    """Lines to the screen and, once there is a run folder, to every log file that is wanted."""
+    """Lines to the screen and to every log file that is wanted; those of the run folder once there is one."""
     tag, config = env.detect().tag, loaded.config
-    files: list[Path] = []
+    files = [Path(config.report.log_file)] if config.report.log_file else []
     if run:
         files.append(run.worker(tag) / "log.txt")
-        if config.report.log_file:
-            files.append(Path(config.report.log_file))
         if config.system.log_dir:
             files.append(Path(config.system.log_dir) / run.root.name / f"{tag.lower() or 'cpu'}.log")
     setup_logging(tag=tag, prefix=config.report.log_prefix, level=config.debug.log_level, log_files=files)
@@ -194,6 +190,7 @@ def draw_sample(parts: Parts, assembled: Assembled) -> str:
     if not report.sample_prompt:
         return ""
     options = SampleOptions(tokens=report.sample_tokens, seed=parts.config.system.seed, stop=(tokenizer.separator,))
-    return inference.continue_text(
-        parts.stepper.model, parts.stepper.objective, tokenizer, report.sample_prompt, options
-    )
+    with parts.stepper.precision.context():
+        return inference.continue_text(
+            parts.stepper.model, parts.stepper.objective, tokenizer, report.sample_prompt, options
+        )

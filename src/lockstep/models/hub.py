@@ -14,7 +14,7 @@ from lockstep.errors import DataError, LockstepError, NotFoundError
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", CONFIG_FILE)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-DEADLINE_SECONDS = 25.0
+DEADLINE_SECONDS = 15.0
 JSON_LIMIT_BYTES = 64 << 20  # the index of a 1,000-layer model has 1 MB
 Result = TypeVar("Result")
 
@@ -63,10 +63,12 @@ def weights_folder(model_path: str, *, token: str | None = None) -> Path:
 def _hub() -> Any:
     try:
         import huggingface_hub
+        from huggingface_hub.utils import logging
     except ImportError:
         raise LockstepError(
             "the model hub needs a package that is missing", hint="pip install huggingface-hub"
         ) from None
+    logging.set_verbosity_error()  # its retries would print over our one message
     return huggingface_hub
 
 

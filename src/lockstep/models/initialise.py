@@ -40,7 +40,8 @@ def stream_key(seed: int, name: str) -> int:
 @torch.no_grad()
 def fill(tensor: Tensor, *, seed: int, name: str, std: float, offset: int = 0) -> None:
     """Fill a contiguous tensor with elements offset, offset + 1, ... of the parameter called `name`."""
-    assert tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.float64)  # the integers must be exact
+    assert tensor.is_contiguous()
+    assert tensor.dtype in (torch.float32, torch.float64), "the integers must be exact"
     flat, key, scale = tensor.view(-1), stream_key(seed, name), std / BYTES_STD
     chunk = min(CHUNK.get(tensor.device.type, 1 << 20), max(1, flat.numel()))
     counter = torch.arange(1, chunk + 1, device=tensor.device).mul_(GAMMA)

@@ -60,7 +60,7 @@ def format_duration(seconds: float) -> str:
 
 def format_perplexity(loss: float) -> str:
     """e to the loss, as far as that says anything."""
-    return f"{math.exp(loss):,.2f}" if loss < 20 else "over 10^8"
+    return "over 10^8" if loss >= 20 else f"{math.exp(loss):,.2f}"
 
 
 @dataclass(frozen=True)

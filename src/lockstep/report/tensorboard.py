@@ -70,7 +70,8 @@ class TensorboardSink:
         step = int(fields.get("step", 0))
         if kind == "eval":
             numbers = {name: value for name, value in fields.items() if name != "step" and _is_number(value)}
-            self._scalars(step, {f"eval/{name}": float(value) for name, value in numbers.items()})
+            last = max(0, step - 1)  # steps count from 0: the curve of the last finished one, and a resume keeps it
+            self._scalars(last, {f"eval/{name}": float(value) for name, value in numbers.items()})
         elif kind == "resume":  # TensorBoard then drops what an earlier file says about this step and later ones
             start = self._package.SessionLog(status=self._package.SessionLog.START)
             self._append(self._package.Event(wall_time=time.time(), step=step, session_log=start))

@@ -13,6 +13,7 @@ SAVED_NAMES = (  # allow-list: what env.json may hold
     "CUBLAS_WORKSPACE_CONFIG", "DATASET_CACHE_DIR", "HF_HOME", "HF_HUB_OFFLINE", "LANG", "TERM", "NO_COLOR",
     "SLURM_JOB_ID",
 )  # fmt: skip
+_hidden: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,15 @@ def setdefault(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def hide(value: str | None) -> None:
+    """A secret that came another way (a flag, a file): from now on it is treated like those of the environment."""
+    if value:
+        _hidden.add(value)
+
+
 def secrets() -> tuple[str, ...]:
     """Values that must never be written anywhere: tokens, keys, passwords, proxies that hold a password."""
-    found: set[str] = set()
+    found = set(_hidden)
     for name, value in os.environ.items():
         if name.upper().endswith("_PROXY"):
             found.update(re.findall(r"://([^/@\s]+)@", value))

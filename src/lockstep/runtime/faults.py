@@ -133,6 +133,7 @@ class Plan:
         self.faults = faults
         self.armed = bool(faults)
         self._step = -1
+        self._step_seconds = 0.0
         self._slept_seconds = 0.0
 
     @property
@@ -148,11 +149,12 @@ class Plan:
                 _pick(fault.module, dict(leaves_first), "module").register_forward_hook(self._poison(fault))
 
     def at(self, where: str, step: int, *, step_seconds: float = 0.0) -> None:
-        """Once per step and place. `step_seconds` is how long the step before took."""
+        """Once per step and place. `step_seconds` is how long the step before took; one place may tell it for all."""
         self._step = step
+        self._step_seconds = step_seconds or self._step_seconds
         for fault in self._due(step, where=where):
             if fault.kind == "slow":
-                work_seconds = max(0.0, step_seconds - self._slept_seconds)
+                work_seconds = max(0.0, self._step_seconds - self._slept_seconds)
                 self._slept_seconds = (fault.factor - 1) * work_seconds
                 time.sleep(self._slept_seconds)
             elif fault.kind in STRIKES:

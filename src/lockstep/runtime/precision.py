@@ -36,7 +36,8 @@ class LossScale:
 
     def update(self, overflow: torch.Tensor) -> None:
         """Halve after an overflow, double after 2000 steps without one."""
-        torch._amp_update_scale_(self.scale, self.growth_tracker, overflow, GROWTH, BACKOFF, GROWTH_INTERVAL)
+        update = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]
+        update(self.scale, self.growth_tracker, overflow, GROWTH, BACKOFF, GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale.item(), "growth_tracker": int(self.growth_tracker.item())}

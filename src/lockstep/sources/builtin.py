@@ -14,7 +14,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,10 +81,11 @@ def pieces_of_module(path: Path, module: str) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError, RecursionError):
         return
     for name, text in documented:
-        if len(text) >= MIN_TEXT_CHARACTERS:
-            yield f"{name}\n\n{clean(text)}"
+        if len(text := clean(text)) >= MIN_TEXT_CHARACTERS:
+            yield f"{name}\n\n{text}"
     for text in comments(source):
-        yield clean(text)
+        if text := clean(text):
+            yield text
 
 
 def topics() -> Iterator[str]:
@@ -121,9 +122,18 @@ def library_files(root: Path) -> list[tuple[str, Path, int]]:
 def unseen(text: str, seen: set[str]) -> list[str]:
     """The paragraphs of a text that were nowhere before; topics quote each other and modules copy docstrings."""
     paragraphs = text.split("\n\n")
-    fresh = [part for part in paragraphs if len(part) < REPEATABLE_CHARACTERS or part not in seen]
-    seen.update(fresh)
+    fresh: list[str] = []
+    for part in paragraphs:
+        if len(part) < REPEATABLE_CHARACTERS or part not in seen:
+            fresh.append(part)
+            seen.add(part)
     return [] if fresh == paragraphs[:1] != paragraphs else fresh  # a heading alone says nothing
+
+
+@cache
+def corpus(root: Path) -> tuple[str, ...]:
+    """All documents, read once in a process."""
+    return tuple(_documents(root))
 
 
 def _documents(root: Path) -> Iterator[str]:
@@ -163,11 +173,7 @@ class BuiltinSource:
         }
 
     def documents(self) -> Iterator[str]:
-        return iter(self._texts)
-
-    @cached_property
-    def _texts(self) -> list[str]:
-        return list(_documents(self.root))
+        return iter(corpus(self.root))
 
 
 def build(options: DataOptions) -> BuiltinSource:  # noqa: ARG001 - Python's own text has no settings

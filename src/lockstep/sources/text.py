@@ -33,6 +33,13 @@ MEMO_AGE_SECONDS = 2.0  # a younger file may still be written to within one tick
 
 def find_files(pattern: str) -> list[tuple[str, Path]]:
     """(name, file) of everything a path, folder or glob stands for, sorted by name."""
+    try:
+        return _find_files(pattern)
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not permitted, home of an unknown user, bad glob
+        raise NotFoundError(f"cannot be looked up: {error}", where=pattern) from error
+
+
+def _find_files(pattern: str) -> list[tuple[str, Path]]:
     path = Path(pattern).expanduser()
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:

@@ -1,0 +1,274 @@
+"""The command line as words: which verbs and flags there are, and which words are settings. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from lockstep.errors import ConfigError
+
+Setting = tuple[str, str | None]  # (key, text); None: a bare switch
+
+
+@dataclass(frozen=True)
+class Short:
+    """A flag that is a shorter word for a setting."""
+
+    name: str
+    help: str
+    metavar: str = ""  # "": a switch
+    bare: str = ""  # what it means without a value, if that is allowed
+
+
+SHORTS = (
+    Short("--max-steps", "optimizer steps", "N"),
+    Short("--resume", "go on from a run, or from the newest like it", "[auto|RUN]", "auto"),
+    Short("--checkpoint", "the same, for one checkpoint or .pt file", "PATH"),
+    Short("--name", "name of the run folder", "NAME"),
+    Short("--out", "folder of the run folders (runs)", "DIR"),
+    Short("--seed", "decides weights, order and noise", "N"),
+    Short("--device", "auto, cuda or cpu", "DEVICE"),
+    Short("--precision", "auto, fp32, bf16 or fp16", "TYPE"),
+    Short("--batch-size", "rows of a micro-batch", "N"),
+    Short("--lr", "peak learning rate", "RATE"),
+    Short("--model-path", "shape by name, folder or hub id", "NAME"),
+    Short("--data-path", "local text to train on", "PATH"),
+    Short("--gradient-checkpointing", "less memory, more work"),
+    Short("--deterministic", "same bits in every run"),
+    Short("--profile", "trace a few steps"),
+    Short("--experiment-name", "for file names and logs", "NAME"),
+    Short("--log-level", "DEBUG, INFO, WARNING or ERROR", "LEVEL"),
+    Short("--log-file", "also write the log here", "FILE"),
+    Short("--log-dir", "also write logs here", "DIR"),
+    Short("--log-prefix", "bracket or colon", "STYLE"),
+    Short("--hf-token", "Hugging Face token ($HF_TOKEN); never written", "TOKEN"),
+)
+EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises our errors, and knows which of its flags take a value."""
+
+    def __init__(self, verb: str, about: str) -> None:
+        super().__init__(
+            prog=f"lockstep {verb}",
+            description=about,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.settings = False  # whether words may be settings
+        self.takes_value = {"--help": False}
+        self.shorts: dict[str, Short] = {}
+
+    def flag(self, name: str, about: str, *, metavar: str = "", **options: object) -> None:
+        """A flag of the verb itself; without a metavar it is a switch."""
+        self.takes_value[name] = bool(metavar)
+        if metavar:
+            self.add_argument(name, metavar=metavar, help=about, **options)  # type: ignore[arg-type]
+        else:
+            self.add_argument(name, action="store_true", help=about)
+
+    def add_shorts(self) -> None:
+        """Accept settings; their short words stand in the help, `split` takes them out before argparse sees them."""
+        self.settings = True
+        self.epilog = EVERY_SETTING
+        group = self.add_argument_group("short words for settings")
+        for short in SHORTS:
+            self.shorts[short.name] = short
+            shown = short.metavar.replace("%", "%%") or None
+            if shown:
+                group.add_argument(short.name, metavar=shown, help=short.help)
+            else:
+                group.add_argument(short.name, action="store_true", help=short.help)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where=self.prog, hint=f"{self.prog} --help")
+
+
+def parse(verb: str, about: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[Setting]]:
+    """The words after a verb, understood: its own arguments, and settings."""
+    parser = Parser(verb, about)
+    ARGUMENTS[verb](parser)
+    flags, settings = split(parser, words)
+    return parser.parse_args(flags), settings
+
+
+def split(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[Setting]]:
+    """The words for argparse, flags first, and the settings among them."""
+    flags: list[str] = []
+    plain: list[str] = []
+    settings: list[Setting] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            plain += rest
+            break
+        if word.startswith("--"):
+            _take_flag(parser, word, rest, flags, settings)
+        elif word == "-h":
+            flags.append(word)
+        elif parser.settings and _is_assignment(word):
+            key, _, text = word.partition("=")
+            settings.append((key, text))
+        else:
+            plain.append(word)
+    return [*flags, *(["--"] if any(word.startswith("-") for word in plain) else []), *plain], settings
+
+
+def _take_flag(parser: Parser, word: str, rest: list[str], flags: list[str], settings: list[Setting]) -> None:
+    name, equals, text = word.partition("=")
+    name = name.replace("_", "-")
+    if name in parser.takes_value:
+        flags.append(name + equals + text)
+        if parser.takes_value[name] and not equals:
+            if not rest:
+                raise ConfigError("needs a value", where=name, hint=f"{parser.prog} --help")
+            flags[-1] = f"{name}={rest.pop(0)}"
+        return
+    short = parser.shorts.get(name)
+    if short is None and not parser.settings:
+        near = difflib.get_close_matches(name, list(parser.takes_value), n=1)
+        raise ConfigError(
+            f"no such flag of {parser.prog}",
+            where=name,
+            hint=f"did you mean {near[0]}?" if near else f"{parser.prog} --help",
+        )
+    value: str | None = text if equals else None
+    if value is None and _follows(short, rest):
+        value = rest.pop(0)
+    if value is None and short and short.bare:
+        value = short.bare
+    settings.append((word.partition("=")[0][2:], value))
+
+
+def _follows(short: Short | None, rest: list[str]) -> bool:
+    """Whether the next word is the value of this flag."""
+    if not rest or rest[0].startswith("--"):
+        return False
+    if short and not short.metavar:  # a switch: --deterministic false
+        return rest[0] in ("true", "false")
+    return not (short and short.bare and _is_assignment(rest[0]))
+
+
+def _is_assignment(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and all(part.replace("-", "_").isidentifier() for part in key.split("."))
+
+
+def whole(low: int) -> Callable[[str], int]:
+    """An argument that is a whole number of at least `low`."""
+
+    def read(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or len(text) > 18 or int(text) < low:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}, got {text[:40]!r}")
+        return int(text)
+
+    return read
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    """An argument that is a number between two bounds."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected a number from {low:g} to {high:g}, got {text[:40]!r}")
+        return value
+
+    return read
+
+
+# ------------------------------------------------------------------------------------------ the words of each verb
+
+
+def _train(parser: Parser) -> None:
+    parser.add_argument("family", metavar="FAMILY", help="what is trained: llama")
+    parser.add_argument("what", metavar="PRESET|FILE", nargs="?", help="a preset (lockstep config list) or a file")
+    parser.flag("--preset", "settings to start from", metavar="NAME")
+    parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
+    parser.flag("--debug", "the debug preset, or debug output for another one; full tracebacks")
+    parser.flag("--dry-run", "show the resolved configuration and sizes, and stop")
+    parser.add_shorts()
+
+
+def _resume(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder, its name, latest, or one checkpoint of it")
+    parser.flag("--debug", "full tracebacks")
+    parser.add_shorts()
+
+
+def _prepare(parser: Parser) -> None:
+    _train(parser)
+    parser.flag("--list", "show the prepared datasets")
+    parser.flag("--verify", "check every byte of them")
+    parser.flag("--clean", "remove them")
+
+
+def _sample(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
+    parser.add_argument("prompt", metavar="PROMPT", help="what the model continues")
+    parser.flag("--tokens", "how many at most (64)", metavar="N", type=whole(1), default=64)
+    parser.flag("--temperature", "0 is greedy (0.8)", metavar="T", type=real(0, 100), default=0.8)
+    parser.flag("--top-k", "draw from the K likeliest, 0 from all (50)", metavar="K", type=whole(0), default=50)
+    parser.flag("--seed", "another seed, another text (0)", metavar="N", type=whole(0), default=0)
+
+
+def _export(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="where to write (RUN/hf)")
+    parser.flag("--to", "form: hf (transformers)", metavar="FORM", choices=["hf"], required=True)
+    parser.flag("--dtype", "fp32, bf16 or fp16 (fp32)", metavar="TYPE", default="fp32")
+
+
+def _list(parser: Parser) -> None:
+    del parser  # takes nothing
+
+
+def _show(parser: Parser) -> None:
+    _train(parser)
+    parser.flag("--json", "as a file that can be loaded again")
+    parser.flag("--set", "only what differs from the defaults")
+
+
+def _explain(parser: Parser) -> None:
+    parser.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or nothing for all")
+    parser.flag("--family", "whose settings (llama)", metavar="FAMILY", default="llama")
+
+
+def _validate(parser: Parser) -> None:
+    parser.add_argument("file", metavar="FILE")
+    parser.flag("--family", "whose settings (llama)", metavar="FAMILY", default="llama")
+    parser.flag("--preset", "settings to start from (production)", metavar="NAME")
+    parser.add_shorts()
+
+
+def _schema(parser: Parser) -> None:
+    parser.add_argument("family", metavar="FAMILY", nargs="?", default="llama")
+
+
+def _init(parser: Parser) -> None:
+    parser.add_argument("family", metavar="FAMILY")
+    parser.add_argument("folder", metavar="DIR", nargs="?", default=".")
+
+
+ARGUMENTS: dict[str, Callable[[Parser], None]] = {
+    "train": _train,
+    "resume": _resume,
+    "prepare": _prepare,
+    "sample": _sample,
+    "export": _export,
+    "config list": _list,
+    "config show": _show,
+    "config explain": _explain,
+    "config validate": _validate,
+    "config schema": _schema,
+    "init": _init,
+    "families": _list,
+}

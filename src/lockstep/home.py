@@ -1,0 +1,96 @@
+"""The runs of this folder: finding one by name, and what `lockstep` alone shows."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep import __version__
+from lockstep.errors import NotFoundError
+from lockstep.registry import suggest
+from lockstep.rundir import MANIFEST, RunDir
+
+RUNS = Path("runs")
+SHOWN_RUNS = 5
+TAIL_BYTES = 1 << 14
+
+
+def find_run(text: str) -> Path:
+    """A run folder or checkpoint by path, by name in runs/, or `latest`."""
+    for path in (Path(text), RUNS / text):
+        try:
+            if (path / "config.json").is_file() or (path / MANIFEST).is_file():
+                return path
+        except (OSError, ValueError):  # a name no file can have
+            break
+    names = [run.name for run in last_runs(RUNS)]
+    raise NotFoundError(
+        f"no run {text[:200]!r} here or in {RUNS}/",
+        where="RUN",
+        hint=suggest(text, names) if names else "lockstep train llama demo makes one",
+    )
+
+
+def root_of(path: Path) -> Path:
+    """The run folder of a run or of one of its checkpoints."""
+    return path.resolve().parents[1] if (path / MANIFEST).is_file() else path
+
+
+def last_runs(out: Path) -> list[Path]:
+    """Run folders, newest first."""
+    found = [path.parent for path in out.glob("*/config.json") if not path.parent.is_symlink()]
+    return sorted(found, key=lambda path: (path / "config.json").stat().st_mtime, reverse=True)
+
+
+def home() -> str:
+    """The devices found, the last runs, three commands to try."""
+    from lockstep.runtime.devices import visible_gpus
+
+    gpus = visible_gpus()
+    lines = [f"lockstep {__version__}", "", "devices"]
+    lines += [f"  GPU{gpu.index}  {gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in gpus]
+    lines += [] if gpus else ["  no GPU: training runs on the CPU"]
+    runs = last_runs(RUNS)[:SHOWN_RUNS]
+    lines += ["", f"last runs in {RUNS}/"]
+    lines += [f"  {run.name}  {_state(RunDir(run))}" for run in runs] or ["  none yet"]
+    lines += ["", "try", f"  lockstep train llama {'production' if gpus else 'demo'}"]
+    lines += [f'  lockstep sample {runs[0].name} "The "'] if runs else ["  lockstep config list"]
+    lines += ["  lockstep --help"]
+    return "\n".join(lines)
+
+
+def _state(run: RunDir) -> str:
+    """How a run stands, from the last lines of its events."""
+    age = _age(time.time() - run.config.stat().st_mtime)
+    try:
+        with run.events.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return f"{age}, not started"
+    for line in reversed(lines):
+        try:
+            event: dict[str, Any] = json.loads(line)
+            kind = event["kind"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if kind == "end":
+            code = event.get("exit_code")
+            loss = event.get("val_loss")
+            done = "done" if code == 0 else f"stopped (exit {code})"
+            return f"{age}, {done}" + (f", validation loss {loss:.4f}" if isinstance(loss, float) else "")
+        if kind == "fault":
+            return f"{age}, failed: {str(event.get('cause', '')).splitlines()[0][:80] if event.get('cause') else ''}"
+        if kind == "step":
+            return f"{age}, at step {event.get('step')}"
+    return f"{age}, started"
+
+
+def _age(seconds: float) -> str:
+    for size, word in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {word} ago"
+    return "just now"

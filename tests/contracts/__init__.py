@@ -1,0 +1,1 @@
+"""Contract tests: what every file of a folder must keep, over the registry."""

@@ -1,0 +1,127 @@
+"""What every objective promises; a new file in objectives/ is tested the moment it exists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep import registry
+from lockstep.contracts import Batch, Draw, Objective, Rows, SampleOptions
+from lockstep.models.initialise import initialise
+from lockstep.models.llama import Llama
+from lockstep.models.shapes import KNOWN
+from lockstep.objectives.options import CausalOptions
+
+NAMES = registry.names("objectives")
+OPTIONS: dict[str, Any] = {"causal": CausalOptions()}  # an objective with settings of its own adds its line
+CONTEXT = 16
+
+
+def test_there_are_objectives() -> None:
+    assert "causal" in NAMES
+    assert set(NAMES) <= set(OPTIONS)
+
+
+@pytest.fixture(params=NAMES)
+def objective(request: pytest.FixtureRequest) -> Objective:
+    return registry.load("objectives", request.param, "build")(OPTIONS[request.param])
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    made = Llama(KNOWN["lockstep/tiny"], attention="native_flash")
+    initialise(made, seed=1, std=0.1)
+    return made
+
+
+@pytest.fixture
+def rows(objective: Objective) -> Rows:
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(0, 256, generator.integers(1, 90)) for _ in range(12)]
+    blocks = list(objective.pack(documents, context_length=CONTEXT, separator=256))
+    columns = {name: np.concatenate([block[name] for block in blocks])[:8] for name in objective.columns}
+    assert all(set(block) == set(objective.columns) for block in blocks)
+    places = np.arange(8)
+    return Rows(places, np.zeros(8, dtype=np.int64), places, columns)
+
+
+def some(rows: Rows, which: slice) -> Rows:
+    columns = {name: column[which] for name, column in rows.columns.items()}
+    return Rows(rows.ids[which], rows.epochs[which], rows.slots[which], columns)
+
+
+DRAW = Draw(seed=1, step=3, batch_rows=8)
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    return a.weights == b.weights and all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
+
+
+def test_rows_have_the_columns_it_names(objective: Objective, rows: Rows) -> None:
+    assert rows.columns
+    for name, column in rows.columns.items():
+        assert column.dtype == np.dtype(objective.columns[name])
+        assert len(column) == 8
+
+
+def test_packing_repeats(objective: Objective) -> None:
+    documents = [np.arange(50), np.arange(70)]
+    first, second = (list(objective.pack(documents, context_length=CONTEXT, separator=256)) for _ in range(2))
+    assert all(np.array_equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
+
+
+def test_collate_is_pure_and_knows_its_weights(objective: Objective, rows: Rows) -> None:
+    before = {name: column.copy() for name, column in rows.columns.items()}
+    torch.manual_seed(1)
+    first = objective.collate(rows, DRAW)
+    torch.manual_seed(2)
+    np.random.default_rng().random()
+    assert equal(objective.collate(rows, DRAW), first)
+    assert all(np.array_equal(rows.columns[name], before[name]) for name in before)
+    assert set(first.weights) == set(objective.terms)
+    assert all(isinstance(weight, int) and weight > 0 for weight in first.weights.values())
+    assert first.rows == 8
+
+
+def test_the_cut_into_micro_batches_changes_nothing(objective: Objective, rows: Rows, model: Llama) -> None:
+    whole = objective.collate(rows, DRAW)
+    parts = [objective.collate(some(rows, cut), DRAW) for cut in (slice(0, 3), slice(3, 8))]
+    model.eval()
+    with torch.no_grad():
+        total = objective.loss(model, whole)
+        pieces = [objective.loss(model, part) for part in parts]
+    for term in objective.terms:
+        assert sum(part.weights[term] for part in parts) == whole.weights[term]
+        assert sum(float(piece[term]) for piece in pieces) == pytest.approx(float(total[term]), rel=1e-5)
+
+
+def test_the_loss_is_a_differentiable_sum(objective: Objective, rows: Rows, model: Llama) -> None:
+    model.train()
+    losses = objective.loss(model, objective.collate(rows, DRAW))
+    assert set(losses) == set(objective.terms)
+    for total in losses.values():
+        assert total.shape == ()
+        assert total.dtype == torch.float32
+        gradient = torch.autograd.grad(total, model.tok_embed.weight, retain_graph=True)[0]
+        assert bool(gradient.isfinite().all())
+        assert bool(gradient.any())
+
+
+def test_evaluation_has_a_loss_and_needs_no_gradient(objective: Objective, rows: Rows, model: Llama) -> None:
+    model.eval()
+    scores = objective.evaluate(model, objective.collate(rows, DRAW))
+    assert "loss" in scores
+    for score in scores.values():
+        assert not score.total.requires_grad
+        assert score.weight > 0
+
+
+def test_samples_are_ids_and_repeat(objective: Objective, model: Llama) -> None:
+    options = SampleOptions(tokens=6, seed=3)
+    first = objective.sample(model, [1, 2, 3], options)
+    assert first == objective.sample(model, [1, 2, 3], options)
+    assert 0 < len(first) <= 6
+    assert all(isinstance(token, int) and 0 <= token < 512 for token in first)

@@ -1,0 +1,1 @@
+"""Tests of the cache, the order, the loader and the tokenizers."""

@@ -1,0 +1,151 @@
+"""The loader: the same batches for any number of workers and any first step, errors where they belong, a quick end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.contracts import Batch, Draw, Rows
+from lockstep.data.cache import Table
+from lockstep.data.loader import Loader, validation_batches
+from tests.data.stand_in import Plain, table
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Table:
+    return table(tmp_path / "train", 23)
+
+
+def steps(loader: Loader, count: int) -> list[list[Batch]]:
+    with loader:
+        return list(islice(loader, count))
+
+
+def make(source: Table, objective: Plain | None = None, *, workers: int = 0, start_step: int = 0) -> Loader:
+    return Loader(
+        source,
+        objective or Plain(),
+        seed=5,
+        micro_rows=3,
+        micro_batches=2,
+        start_step=start_step,
+        workers=workers,
+        prefetch=2,
+        pin=False,
+    )
+
+
+def same(left: list[list[Batch]], right: list[list[Batch]]) -> bool:
+    pairs = [(one, other) for a, b in zip(left, right, strict=True) for one, other in zip(a, b, strict=True)]
+    return all(
+        one.weights == other.weights
+        and one.tensors.keys() == other.tensors.keys()
+        and all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+        for one, other in pairs
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("start", [0, 1, 6, 20])
+def test_batches_do_not_depend_on_workers_or_start(numbers: Table, workers: int, start: int) -> None:
+    straight = steps(make(numbers), 30)
+    assert same(straight[start:], steps(make(numbers, workers=workers, start_step=start), 30 - start))
+
+
+def test_the_comparison_sees_another_seed(numbers: Table) -> None:
+    """Negative control."""
+    other = Loader(numbers, Plain(), seed=6, micro_rows=3, micro_batches=2)
+    assert not same(steps(make(numbers), 3), steps(other, 3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_epoch_shows_each_row_once(numbers: Table, workers: int) -> None:
+    """Item 30; batches of 6 straddle the epochs of 23 rows."""
+    shown = [batch for step in steps(make(numbers, workers=workers), 23) for batch in step]
+    ids = torch.cat([batch.tensors["ids"] for batch in shown])
+    epochs = torch.cat([batch.tensors["epochs"] for batch in shown])
+    assert len(ids) == 6 * 23
+    for epoch in range(6):
+        assert sorted(ids[epochs == epoch].tolist()) == list(range(23))
+    tokens = torch.cat([batch.tensors["tokens"] for batch in shown])
+    assert torch.equal(tokens, 10 * ids[:, None] + torch.arange(5))
+
+
+def test_slots_and_draws(numbers: Table) -> None:
+    for step, batches in enumerate(steps(make(numbers), 3)):
+        assert [batch.tensors["slots"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
+        assert all(batch.tensors["draw"].tolist() == [5, step, 6] for batch in batches)
+
+
+class Failing(Plain):
+    """Refuses one step."""
+
+    def collate(self, rows: Rows, draw: Draw) -> Batch:
+        if draw.step == 4:
+            raise ZeroDivisionError("step four")
+        return super().collate(rows, draw)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_an_error_comes_at_its_step_with_its_cause(numbers: Table, workers: int) -> None:
+    loader = make(numbers, Failing(), workers=workers)
+    assert len(list(islice(loader, 4))) == 4
+    with pytest.raises(ZeroDivisionError, match="step four") as caught:
+        next(loader)
+    assert caught.value.__notes__ == ["while preparing the batch of step 4"]
+    assert "collate" in [entry.name for entry in caught.traceback]
+    assert not alive()
+
+
+def alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader-")]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_closing_is_quick_and_leaves_nobody(numbers: Table, taken: int) -> None:
+    loader = make(numbers, workers=4)
+    list(islice(loader, taken))
+    if not taken:
+        time.sleep(0.05)  # all queues full, all workers blocked
+    assert len(alive()) == 4
+    start = time.perf_counter()
+    loader.close()
+    loader.close()
+    assert time.perf_counter() - start < 1
+    assert not alive()
+
+
+class Counting(Plain):
+    """Notes the furthest step that was prepared."""
+
+    furthest = -1
+
+    def collate(self, rows: Rows, draw: Draw) -> Batch:
+        self.furthest = max(self.furthest, draw.step)
+        return super().collate(rows, draw)
+
+
+def test_workers_stay_within_the_prefetch(numbers: Table) -> None:
+    objective = Counting()
+    with make(numbers, objective, workers=2):
+        time.sleep(0.2)
+        assert 0 <= objective.furthest <= 2 * (2 + 1)  # two each in the queue, one each in the hand
+
+
+def test_validation_is_always_the_same(numbers: Table) -> None:
+    first, second = (validation_batches(numbers, Plain(), micro_rows=4, count=3, seed=1) for _ in range(2))
+    assert same([first], [second])
+    assert torch.cat([batch.tensors["ids"] for batch in first]).tolist() == list(range(12))
+    assert all((batch.tensors["epochs"] == 0).all() for batch in first)
+
+
+def test_validation_of_a_small_table_ends_with_a_short_batch(numbers: Table) -> None:
+    batches = validation_batches(numbers, Plain(), micro_rows=10, count=8, seed=1)
+    assert [batch.rows for batch in batches] == [10, 10, 3]
+    assert np.concatenate([batch.tensors["ids"] for batch in batches]).tolist() == list(range(23))

@@ -1,0 +1,221 @@
+"""Text files: what a document is, which field holds the text, and an exact word for everything wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.options import DataOptions
+from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
+from lockstep.sources import text as module
+from lockstep.sources.text import TextSource, build, cut, find_files
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def read(path: Path | str, column: str | None = None) -> list[str]:
+    return list(TextSource(str(path), column=column).documents())
+
+
+def parquet(path: Path, **columns: list[object]) -> Path:
+    import pyarrow
+    from pyarrow import parquet as library
+
+    library.write_table(pyarrow.table(columns), path)
+    return path
+
+
+# -------------------------------------------------------------------------------------------------------- kinds
+
+
+def test_a_small_text_file_is_one_document(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.txt", "One.\r\n\r\nTwo.\n")) == ["One.\n\nTwo.\n"]
+
+
+def test_a_long_text_file_is_cut_at_blank_lines(tmp_path: Path) -> None:
+    text = "".join(f"Paragraph {index} " + "word " * 60 + "\n\n" for index in range(100))
+    documents = read(write(tmp_path / "a.txt", text))
+    assert 20 <= len(documents) <= 80
+    assert "".join(documents) == text
+    assert all(document.startswith("Paragraph") and document.endswith("\n\n") for document in documents)
+
+
+def test_many_files_are_a_document_each(tmp_path: Path) -> None:
+    texts = [f"File {index}. " * 100 for index in range(60)]
+    for index, text in enumerate(texts):
+        write(tmp_path / "corpus" / f"{index:03}.txt", text)
+    assert read(tmp_path / "corpus") == texts
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.sampled_from("ab \n"), max_size=400), st.integers(1, 50), st.integers(1, 60))
+def test_pieces_join_to_the_text(text: str, limit: int, block: int) -> None:
+    saved, module.READ_CHARACTERS = module.READ_CHARACTERS, block
+    try:
+        pieces = list(cut(io.StringIO(text), limit))
+    finally:
+        module.READ_CHARACTERS = saved
+    assert "".join(pieces) == text
+    assert all(len(piece) <= limit for piece in pieces)
+    assert pieces == list(cut(io.StringIO(text), limit))
+
+
+def test_lines_of_json(tmp_path: Path) -> None:
+    lines = ['{"text": "one", "id": 1}', "", '"two"', '{"text": null}', '{"id": 2, "text": "three", "title": "t"}']
+    assert read(write(tmp_path / "a.jsonl", "\n".join(lines))) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ["one", "two"],
+        [{"text": "one"}, {"text": "two"}],
+        {"data": [{"content": "one"}, "two"]},
+        {"text": ["one", "two"]},
+    ],
+)
+def test_json_in_its_forms(tmp_path: Path, content: object) -> None:
+    assert read(write(tmp_path / "a.json", json.dumps(content))) == ["one", "two"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", id=[1, 2, 3], text=["one", None, "two"], title=["x", "y", "z"])
+    assert read(path) == ["one", "two"]
+    assert read(path, "title") == ["x", "y", "z"]
+
+
+def test_a_folder_with_all_kinds_in_order_of_names(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", "b")
+    write(tmp_path / "a" / "z.jsonl", '{"text": "a/z"}')
+    write(tmp_path / "c.JSON", '["c"]')
+    parquet(tmp_path / "d.parquet", text=["d"])
+    write(tmp_path / "notes.md", "not read")
+    write(tmp_path / ".hidden" / "x.txt", "not read")
+    assert read(tmp_path) == ["a/z", "b", "c", "d"]
+
+
+def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a/1.txt", "a/2.txt", "b/1.txt", "b/3.jsonl"):
+        write(tmp_path / name, f'"{name}"')
+    assert [name for name, _ in find_files(f"{tmp_path}/*/1.txt")] == ["a/1.txt", "b/1.txt"]
+    assert [name for name, _ in find_files(f"{tmp_path}/**/*.txt")] == ["a/1.txt", "a/2.txt", "b/1.txt"]
+    monkeypatch.chdir(tmp_path)
+    assert [name for name, _ in find_files("a/*")] == ["1.txt", "2.txt"]
+
+
+def test_the_field_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"story": "one", "title": "t"}\n')
+    assert read(path, "story") == ["one"]
+    assert read(write(tmp_path / "b.jsonl", '{"story": "only", "n": 1}\n')) == ["only"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "one"), ("b.jsonl", '"one"'), ("c.json", '["one"]')):
+        assert read(write(tmp_path / name, b"\xef\xbb\xbf" + content.encode())) == ["one"]
+
+
+def test_half_a_surrogate_pair_becomes_encodable(tmp_path: Path) -> None:
+    document = read(write(tmp_path / "a.jsonl", '{"text": "x\\ud83d y \\ud83d\\ude00"}'))[0]
+    assert document == "x\ufffd y 😀"
+
+
+# -------------------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "what"),
+    [
+        ("a.jsonl", '"fine"\n{"text": \n', "a.jsonl:2", "not JSON"),
+        ("a.jsonl", '"fine"\n\n[1]\n', "a.jsonl:3", "got list"),
+        ("a.jsonl", '{"title": "x", "body": "y"}\n', "a.jsonl:1", "body, title"),
+        ("a.jsonl", '{"n": 1}\n', "a.jsonl:1", "no text field"),
+        ("a.jsonl", '"fine"\n' + "[" * 100_000 + "\n", "a.jsonl:2", "JSON"),
+        ("a.json", "3", "a.json", "list was expected"),
+        ("a.json", '{"a": [], "b": []}', "a.json", "2 lists"),
+        ("a.json", '["x", 3]', "item 1", "got int"),
+        ("a.json", '[\n"x",\n]', "a.json", "line 3"),
+        ("a.txt", b"caf\xe9 au lait", "a.txt", "not UTF-8: byte 0xe9"),
+        ("a.parquet", "not parquet at all", "a.parquet", "parquet"),
+    ],
+)
+def test_bad_content_is_named_exactly(tmp_path: Path, name: str, content: str | bytes, where: str, what: str) -> None:
+    path = write(tmp_path / name, content)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert caught.value.exit_code == ExitCode.DATA
+    assert where in caught.value.where
+    assert what in caught.value.what
+
+
+def test_a_named_field_that_is_missing(tmp_path: Path) -> None:
+    for path in (write(tmp_path / "a.jsonl", '{"title": "x"}'), parquet(tmp_path / "b.parquet", title=["x"])):
+        with pytest.raises(DataError, match=r"no text field 'story'.*title"):
+            read(path, "story")
+
+
+@pytest.mark.parametrize(
+    "path", ["nowhere", "nowhere.txt", "no/*.txt", "a\0b", "empty", "~nobody-of-this-name/x.txt", "x" * 300, "a/**x/**"]
+)
+def test_missing_files(in_dir: Path, path: str) -> None:
+    (in_dir / "empty").mkdir()
+    with pytest.raises(NotFoundError) as caught:
+        find_files(path)
+    assert caught.value.exit_code == ExitCode.NOT_FOUND
+    assert path in caught.value.where
+
+
+def test_an_unknown_kind_of_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"\.csv"):
+        read(write(tmp_path / "a.csv", "x"))
+
+
+def test_no_path_is_a_mistake_of_configuration() -> None:
+    with pytest.raises(ConfigError, match="no text"):
+        build(DataOptions(dataset_name="text"))
+
+
+# --------------------------------------------------------------------------------------------------- fingerprint
+
+
+def test_the_fingerprint_follows_content_and_names_not_the_place(tmp_path: Path) -> None:
+    one = write(tmp_path / "one" / "a.txt", "text").parent
+    other = write(tmp_path / "other" / "a.txt", "text").parent
+    first = TextSource(str(one)).fingerprint()
+    assert first == TextSource(str(other)).fingerprint()
+    assert first != TextSource(str(one), column="x").fingerprint()
+    write(other / "a.txt", "Text")
+    assert first != TextSource(str(other)).fingerprint()
+    (one / "a.txt").rename(one / "b.txt")
+    assert first != TextSource(str(one)).fingerprint()
+
+
+def test_a_large_file_is_read_again_only_when_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEMO_BYTES", 1)
+    hashed: list[str] = []
+    real = module.sha256
+    monkeypatch.setattr(module, "sha256", lambda path: hashed.append(path.name) or real(path))
+    path = write(tmp_path / "a.txt", "text")
+    long_ago = time.time() - 100
+    os.utime(path, (long_ago, long_ago))
+    source = TextSource(str(path), memo=tmp_path / "memo.json")
+    first = source.fingerprint()
+    assert source.fingerprint() == first
+    assert hashed == ["a.txt"]
+    write(path, "next")
+    assert source.fingerprint() != first
+    assert source.fingerprint() != first  # just written: not trusted to the memo yet
+    assert hashed == ["a.txt"] * 3
+    write(tmp_path / "memo.json", "garbage")
+    source.fingerprint()
+    assert hashed == ["a.txt"] * 4
