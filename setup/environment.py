@@ -159,7 +159,7 @@ class Progress:
         self.watcher: threading.Thread | None = None
 
     def read(self, line: str) -> None:
-        if found := re.match(r"Collecting ([\w.\[\]-]+)", line):
+        if found := re.match(r"(?:Collecting|Processing) (?:\S*/)?([\w.]+)", line):
             self.seen += 1
             if self.seen % 20 == 0:
                 say(f"  {self.seen} of {self.packages} packages found ({found[1]})")

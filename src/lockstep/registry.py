@@ -27,7 +27,7 @@ def load(folder: str, name: str, attribute: str) -> Any:
         raise ConfigError(f"{name!r} is not in {folder}/", hint=suggest(name, known))
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"cannot load {name!r} for {folder}: {error}") from error
 
 

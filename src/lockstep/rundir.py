@@ -165,8 +165,10 @@ def publishing(final: Path) -> Iterator[Path]:
 def seal(folder: Path) -> None:
     """Write the manifest of a folder: size and SHA-256 of each file, every byte on the disk before it."""
     files: dict[str, dict[str, Any]] = {}
+    mode = folder.stat().st_mode & 0o666  # the user's umask, which not every writer of tensors respects
     for path in sorted(folder.rglob("*")):
         if path.is_file():
+            path.chmod(mode)
             fsync_path(path)
             files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest = folder / MANIFEST

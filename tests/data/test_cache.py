@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -230,20 +231,24 @@ except LockstepError as error:
 """
 
 
-def test_read_only_places(tmp_path: Path) -> None:
+def test_read_only_places() -> None:
     """Faults row 30: a complete cache may be read-only; an incomplete one is refused at once, naming the place."""
-    open_or_build(KEY, [tmp_path / "root"], fill)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)  # pytest keeps them to itself
-    (tmp_path / "root").chmod(0o555)
-    command = [sys.executable, "-c", AS_NOBODY, str(tmp_path / "root")]
-    opened = subprocess.run([*command, KEY], capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as top:  # pytest's own folders are closed to other users
+        root = Path(top) / "root"
+        open_or_build(KEY, [root], fill)
+        Path(top).chmod(0o755)
+        root.chmod(0o555)
+        command = [sys.executable, "-c", AS_NOBODY, str(root)]
+        opened = subprocess.run([*command, KEY], capture_output=True, text=True, check=True)
+        refused = subprocess.run([*command, key_of({"a": 2})], capture_output=True, text=True, check=True)
+        root.chmod(0o755)
+        Path(top).chmod(0o700)
+        hidden = subprocess.run([*command, KEY], capture_output=True, text=True, check=True)
     assert opened.stdout == "False\n"
-    refused = subprocess.run([*command, key_of({"a": 2})], capture_output=True, text=True, check=True)
-    assert refused.stdout.startswith("73 ")
-    assert str(tmp_path / "root") in refused.stdout
+    assert refused.stdout.startswith(f"73 {root}: ")
     assert "DATASET_CACHE_DIR" in refused.stdout
-    (tmp_path / "root").chmod(0o755)
+    if os.geteuid() == 0:
+        assert hidden.stdout.startswith(f"73 {root}: ")
 
 
 def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -385,8 +386,10 @@ def test_requirements_txt_is_what_pyproject_says() -> None:
 
 def test_config_py_is_the_documented_python_surface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(MODEL_CHECK))
-    monkeypatch.delitem(__import__("sys").modules, "config", raising=False)
+    monkeypatch.setitem(sys.modules, "config", None)
+    monkeypatch.delitem(sys.modules, "config")
     from config import get_default_config  # type: ignore[import-not-found]
 
     assert get_default_config(preset="debug").training.max_steps == 10
-    monkeypatch.delitem(__import__("sys").modules, "config")
+    assert get_default_config(debug_mode=True).training.max_steps == 10
+    assert get_default_config().training.max_steps == 100

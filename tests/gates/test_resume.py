@@ -29,6 +29,8 @@ class Case:
     fault: str = ""
 
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 ONE_ROW = {"training.batch_size": 1}
 FOUR_PARTS = {**ONE_ROW, "training.grad_accum_nums": 4, "model.dropout": 0.1, "data.num_workers": 2}
 SHORT = {"training.context_length": 16}  # half precision is slow on CPUs without its instructions
@@ -51,25 +53,23 @@ EVERY_STEP = {
 def straight(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     if case.fault:
         monkeypatch.setenv("LOCKSTEP_FAULT", case.fault)
-    _, recorder = run(folder, _settings(case, folder), family=case.family)
+    _, recorder = run(folder, _settings(case), family=case.family)
     return recorder.trace
 
 
-def _settings(case: Case, folder: Path) -> dict[str, Any]:
-    return {**EVERY_STEP, "training.max_steps": case.steps, "data.cache_dir": folder.parent / "cache", **case.settings}
+def _settings(case: Case) -> dict[str, Any]:
+    return {**EVERY_STEP, "training.max_steps": case.steps, **case.settings}
 
 
-def resumed(case: Case, folder: Path, step: int, *, settings: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
+def resumed(case: Case, folder: Path, step: int) -> list[tuple[Any, ...]]:
     point = folder / "checkpoints" / f"step_{step:08d}"
     _, recorder = run(
-        folder.parent / f"from-{step}", settings or _settings(case, folder), family=case.family, point=point
+        folder.parent / f"from-{step}",
+        {**_settings(case), "training.save_interval": 0},
+        family=case.family,
+        point=point,
     )
     return recorder.trace
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resume")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

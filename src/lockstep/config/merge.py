@@ -172,7 +172,11 @@ def _check_texts(item: Given) -> None:
     words = [*value.keys(), *value.values()] if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     for word in words:  # pyright: ignore[reportUnknownVariableType]
         if isinstance(word, str) and ("\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word)):
-            raise ConfigError(f"{item.written}: holds a character that no file name or log can carry", where=item.where)
+            raise ConfigError(
+                f"{item.written}: holds a character that no file name or log can carry",
+                where=item.where,
+                hint="retype it",
+            )
 
 
 def _refusal(item: Given, setting: Setting) -> ConfigError:

@@ -188,10 +188,10 @@ def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) ->
     `build` fills a folder. Of several processes one builds, the others wait for it and then open what it made.
     """
     assert KEY.fullmatch(key), key
-    if found := find(key, roots):
-        return found, False
     root = roots[0]
     try:
+        if found := find(key, roots):
+            return found, False
         root.mkdir(parents=True, exist_ok=True)
         with _building(root, key):
             if found := find(key, [root], level=logging.DEBUG):  # built while we waited

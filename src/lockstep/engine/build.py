@@ -48,9 +48,14 @@ def plan(loaded: Loaded, device: torch.device) -> Plan:
     named = precision.resolve(config.training.precision, device)
     training = config.training.model_copy(update={"precision": named})
     config = config.model_copy(update={"training": training})
-    shape = shapes.resolve(config.model, context_length=config.training.context_length)
+    shape = shapes.resolve(config.model, context_length=config.training.context_length, token=hub_token(config))
     objective: Objective = registry.load("objectives", config.objective.name, "build")(config.objective)
     return Plan(config, device, shape, objective, identity_hash(config))
+
+
+def hub_token(config: RunConfig) -> str | None:
+    """The token that was given by flag or file; the one in the environment the hub's own client finds."""
+    return config.data.hf_token.get_secret_value() if config.data.hf_token else None
 
 
 def describe(plan: Plan, data_key: str) -> dict[str, Any]:
@@ -98,19 +103,7 @@ def assemble(
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
     about = describe(plan, prepared.key)
     planned_faults = faults.plan(rank=env.detect().rank)
-    model_options = config.model
-    if planned_faults.needs_hooks:  # compiled blocks skip hooks
-        model_options = model_options.model_copy(update={"compile": "off"})
-    built = build_model(
-        model_options,
-        plan.shape,
-        device=plan.device,
-        dtype_name=options.precision,
-        seed=config.system.seed,
-        checkpointing=config.system.gradient_checkpointing,
-        deterministic=config.system.deterministic,
-        debug=config.debug.enabled,
-    )
+    built = make_model(plan, hooks=planned_faults.needs_hooks)
     planned_faults.attach(built.model)
     stepper = Stepper(
         built.model,
@@ -123,24 +116,21 @@ def assemble(
     stepper.debug = config.debug.enabled
     progress = _resume(stepper, about, point, allow=config.checkpoint.allow_mismatch) if point else Progress()
     loader = make_loader(plan, prepared, start_step=progress.step)
-    validation = validation_batches(
-        prepared.validation,
-        plan.objective,
-        micro_rows=options.batch_size,
-        count=options.eval_batches,
-        seed=config.system.seed,
-    )
-    tokenizer_file = prepared.folder / checkpoint.TOKENIZER
+    keep_last = config.checkpoint.keep_last
     parts = Parts(
         config=config,
         device=plan.device,
         stepper=stepper,
         progress=progress,
         batches=iter(loader),
-        validation=validation,
-        checkpointer=Checkpointer(
-            run.checkpoints, keep_last=config.checkpoint.keep_last, tokenizer_file=tokenizer_file
+        validation=validation_batches(
+            prepared.validation,
+            plan.objective,
+            micro_rows=options.batch_size,
+            count=options.eval_batches,
+            seed=config.system.seed,
         ),
+        checkpointer=Checkpointer(run.checkpoints, keep_last=keep_last, tokenizer_folder=prepared.folder),
         sinks=sinks,
         stop=stop,
         faults=planned_faults,
@@ -151,6 +141,22 @@ def assemble(
         trace_file=run.profile if config.report.profile else None,
     )
     return Assembled(parts, prepared, built, loader)
+
+
+def make_model(plan: Plan, *, hooks: bool) -> Built:
+    """The model on its device. Compiled blocks skip hooks, so hooks mean no compiling."""
+    config = plan.config
+    return build_model(
+        config.model.model_copy(update={"compile": "off"}) if hooks else config.model,
+        plan.shape,
+        device=plan.device,
+        dtype_name=config.training.precision,
+        seed=config.system.seed,
+        checkpointing=config.system.gradient_checkpointing,
+        deterministic=config.system.deterministic,
+        debug=config.debug.enabled,
+        token=hub_token(config),
+    )
 
 
 def make_loader(plan: Plan, prepared: Prepared, *, start_step: int) -> Loader:

@@ -19,7 +19,8 @@ from lockstep.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-MODEL, OPTIMIZER, RUN, TOKENIZER = "model.safetensors", "optimizer.safetensors", "run.json", "tokenizer.json"
+MODEL, OPTIMIZER, RUN = "model.safetensors", "optimizer.safetensors", "run.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class State:
 class Checkpointer:
     """Saves into, and finds in, the checkpoints folder of one run."""
 
-    def __init__(self, folder: Path, *, keep_last: int, tokenizer_file: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, keep_last: int, tokenizer_folder: Path | None = None) -> None:
         self.folder = folder
         self.keep_last = keep_last
-        self.tokenizer_file = tokenizer_file
+        self.tokenizer_folder = tokenizer_folder
 
     def save(self, step: int, state: State) -> Path:
         """Publish the state after `step` finished steps; only then forget the oldest."""
@@ -49,8 +50,9 @@ class Checkpointer:
                 save_file(dict(state.model), folder / MODEL)
                 save_file(dict(state.optimizer), folder / OPTIMIZER)
                 (folder / RUN).write_text(json.dumps(state.run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-                if self.tokenizer_file:
-                    shutil.copyfile(self.tokenizer_file, folder / TOKENIZER)
+                for name in TOKENIZER_FILES:
+                    if self.tokenizer_folder and (self.tokenizer_folder / name).is_file():
+                        shutil.copyfile(self.tokenizer_folder / name, folder / name)
         except (OSError, SafetensorError) as error:
             raise rundir.io_error(_as_os_error(error), final, doing="saving a checkpoint") from error
         for old in self.found()[: -self.keep_last]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -14,7 +14,7 @@ from lockstep import registry, rundir
 from lockstep.config.load import from_dict
 from lockstep.contracts import Objective, SampleOptions, Tokenizer
 from lockstep.data.tokenize import load_tokenizer
-from lockstep.engine.checkpoint import MODEL, TOKENIZER
+from lockstep.engine.checkpoint import MODEL
 from lockstep.engine.resume import point_of_run, read_about
 from lockstep.errors import ConfigError
 from lockstep.models import hf
@@ -49,7 +49,7 @@ def load_run(path: Path, *, device: str = "auto") -> Trained:
     )
     _fill(built.model, load_file(checkpoint / MODEL))
     objective: Objective = registry.load("objectives", config.objective.name, "build")(config.objective)
-    return Trained(built.model.eval(), load_tokenizer(checkpoint / TOKENIZER), objective, shape, checkpoint)
+    return Trained(built.model.eval(), load_tokenizer(checkpoint), objective, shape, checkpoint)
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def sample_run(path: Path, prompt: str, options: SampleOptions) -> str:
 def export_run(path: Path, folder: Path, dtype: str = "fp32") -> Path:
     """`lockstep export RUN --to hf`: a folder that transformers loads."""
     trained = load_run(path, device="cpu")
-    tokenizer_file = trained.checkpoint / TOKENIZER
-    arguments: dict[str, Any] = {"dtype": dtype, "tokenizer_file": tokenizer_file if tokenizer_file.is_file() else None}
-    hf.export(trained.model, trained.shape, folder, **arguments)
+    shape = dataclasses.replace(trained.shape, eos=(trained.tokenizer.separator,))
+    tokenizer_file = trained.checkpoint / "tokenizer.json"
+    hf.export(trained.model, shape, folder, dtype=dtype, tokenizer_file=tokenizer_file)
     return folder

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OTHER_CACHE = Path("cache/datasets")  # where an earlier version of the documentation put it: read, never written
+OWN_SOURCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:\w+")  # pkg.module:build
 BPE_CHARACTERS = 64 << 20  # of the training split; more text does not make a better tokenizer, only a later one
 CHUNK_CHARACTERS = 1 << 20
 PROGRESS_SECONDS = 10.0
@@ -120,7 +122,7 @@ def choose_source(options: DataOptions) -> tuple[Source, str]:
         name = "text" if options.data_path is not None else "builtin"
         if name == "builtin":
             notice = "No dataset named: training on the text built into Python (data.data_path=FILE for your own)"
-    if ":" not in name and name not in registry.names("sources"):
+    if not OWN_SOURCE.fullmatch(name) and name not in registry.names("sources"):
         raise NotFoundError(
             f"dataset {name!r} would come from the hub, which this version does not reach yet",
             where="data.dataset_name",

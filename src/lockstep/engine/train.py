@@ -163,7 +163,7 @@ def owned(run: RunDir) -> Iterator[None]:
 def announce(run: RunDir, planned: Plan, assembled: Assembled, point: resume.ResumePoint | None) -> None:
     """What is about to happen, before it does."""
     parts = assembled.parts
-    for notice in (*assembled.prepared.notices, *assembled.built.notices):
+    for notice in assembled.built.notices:
         logger.info("%s", notice)
     parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled).fields())
     if point:

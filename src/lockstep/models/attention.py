@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lockstep.errors import ConfigError
 
@@ -23,6 +24,7 @@ KERNELS = {
 }
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLEX_BLOCK = 128
+FLEX_KERNEL: Any = {"BACKEND": "TRITON"}  # not the decoding kernel, which rows under 128 tokens would get and fail in
 
 
 def resolve(
@@ -51,7 +53,8 @@ def _choose(use_flash: bool, device_type: str, dtype_name: str, deterministic: b
     skipped: list[str] = []
     for name in fastest:
         if not (reason := obstacle(name, device_type, dtype_name, head_dim)):
-            why = "same bits in every run" if deterministic else "fastest that runs here; not bit-reproducible"
+            repeats = deterministic or name == "flex"
+            why = "same bits in every run" if repeats else "fastest that runs here; not bit-reproducible"
             return name, f"attention: {name} (auto; {why}{''.join(skipped)})"
         skipped.append(f"; not {name}: {reason}")
     return "native_math", f"attention: native_math (auto{''.join(skipped)})"
@@ -113,9 +116,8 @@ def attend(
     if backend == "flash_attn":
         return _flash_attn_package(q_BHLE, k_BKLE, v_BKLE, causal=causal)
     if backend == "flex" and block_mask is not None:
-        attended = _compiled_flex()(q_BHLE, k_BKLE, v_BKLE, block_mask=block_mask, enable_gqa=grouped)
-        assert isinstance(attended, Tensor)
-        return attended
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        return flex(q_BHLE, k_BKLE, v_BKLE, block_mask=block_mask, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
     if backend == "flex":  # no gradient wanted: any kernel's forward pass repeats its bits, and none needs compiling
         return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
     with sdpa_kernel(KERNELS[backend]):  # here and not around the model: checkpointing runs a block again, later
@@ -132,16 +134,13 @@ def _flash_attn_package(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, causa
 
 @functools.cache
 def _compiled_flex() -> Any:
-    """Flex attention is only fused, and only worth having, when compiled; inside a compiled block this is inlined."""
-    from torch.nn.attention.flex_attention import flex_attention
-
+    """Flex attention outside a compiled block: it is only fused, and only worth having, when compiled itself."""
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.lru_cache(maxsize=8)
 def causal_block_mask(length: int, device: torch.device) -> Any:
     """Which blocks of the score matrix flex attention visits; made once per length, outside any compiled block."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def causal(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key

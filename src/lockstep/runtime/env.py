@@ -13,6 +13,7 @@ SAVED_NAMES = (  # allow-list: what env.json may hold
     "CUBLAS_WORKSPACE_CONFIG", "DATASET_CACHE_DIR", "HF_HOME", "HF_HUB_OFFLINE", "LANG", "TERM", "NO_COLOR",
     "SLURM_JOB_ID",
 )  # fmt: skip
+SHORTEST_SECRET = 6  # hiding every `x` would hide nothing but the text
 _hidden: set[str] = set()
 
 
@@ -55,7 +56,7 @@ def setdefault(name: str, value: str) -> None:
 
 def hide(value: str | None) -> None:
     """A secret that came another way (a flag, a file): from now on it is treated like those of the environment."""
-    if value:
+    if value and len(value) >= SHORTEST_SECRET:
         _hidden.add(value)
 
 
@@ -65,7 +66,7 @@ def secrets() -> tuple[str, ...]:
     for name, value in os.environ.items():
         if name.upper().endswith("_PROXY"):
             found.update(re.findall(r"://([^/@\s]+)@", value))
-        elif SECRET_NAME.search(name) and len(value) >= 6:
+        elif SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET:
             found.add(value)
     return tuple(sorted(found, key=len, reverse=True))
 

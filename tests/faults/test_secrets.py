@@ -1,0 +1,116 @@
+"""Rows 38, 40 and 43 of the fault matrix: secrets stay secret, files stay inside, permissions are the user's."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Outcome
+
+Cli = Callable[..., Outcome]
+QUICK = ("--device", "cpu", "--max-steps", "2", "training.eval_batches=1", "training.checkpoint_dir=.checkpoints")
+CANARIES = {
+    "HF_TOKEN": "hf_canaryCANARYcanary1",
+    "WANDB_API_KEY": "wandbCANARYcanary2",
+    "AWS_SECRET_ACCESS_KEY": "awsCANARYcanary3",
+    "AWS_SESSION_TOKEN": "awsCANARYcanary4",
+    "MY_SERVICE_PASSWORD": "pwCANARYcanary5",
+    "HTTPS_PROXY": "http://user:proxyCANARYcanary6@proxy.example:3128",
+}
+NEEDLES = [
+    *(value for name, value in CANARIES.items() if name != "HTTPS_PROXY"),
+    "proxyCANARYcanary6",
+    "flagCANARYcanary7",
+]
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+
+def leaks(folder: Path) -> list[str]:
+    """Every file below the folder that holds a secret."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            content = path.read_bytes()
+            found += [f"{path.relative_to(folder)}: {needle}" for needle in NEEDLES if needle.encode() in content]
+    return found
+
+
+def test_no_command_writes_or_prints_a_secret(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    token = ("--hf-token", "flagCANARYcanary7")
+    mine = tmp_path_factory.mktemp("mine") / "mine.json"
+    mine.write_text('{"hf_token": "flagCANARYcanary7", "system": {"output_dir": ".outputs"}}')
+    outcomes = [
+        lockstep("train", "llama", "tiny", *QUICK, *token, "--debug", "--name", "a", "--log-file", "my.log"),
+        lockstep("train", "llama", "tiny", "--config", str(mine), *QUICK, "--name", "b"),
+        lockstep("config", "show", "llama", "tiny", *token),
+        lockstep("config", "validate", str(mine)),
+        lockstep("sample", "runs/a", "The", "--tokens", "4"),
+        lockstep("export", "runs/a", "--to", "hf", "out"),
+        lockstep(),
+    ]
+    for fault in ("nan_grad@step=1", "raise@step=1"):
+        monkeypatch.setenv("LOCKSTEP_FAULT", fault)
+        outcomes.append(lockstep("train", "llama", "tiny", *QUICK, *token))
+    monkeypatch.delenv("LOCKSTEP_FAULT")
+    monkeypatch.setattr(
+        "lockstep.engine.train.draw_sample", lambda *_: os.environ["HF_TOKEN"] + 1
+    )  # a crash that quotes it
+    outcomes.append(lockstep("train", "llama", "tiny", *QUICK))
+    outcomes.append(lockstep("train", "llama", "tiny", f"training.max_steps={CANARIES['HF_TOKEN']}"))
+    assert [outcome.code for outcome in outcomes[:4]] == [0, 0, 0, 0], [outcome.text for outcome in outcomes[:4]]
+    assert [outcome.code for outcome in outcomes[7:9]] == [71, 1]
+    printed = "".join(outcome.text for outcome in outcomes)
+    assert [needle for needle in NEEDLES if needle in printed] == []
+    assert leaks(in_dir) == []
+
+
+def test_the_search_would_find_a_leak(in_dir: Path) -> None:
+    """Negative control."""
+    (in_dir / "x").mkdir()
+    (in_dir / "x" / "dump.bin").write_bytes(b"\x00" + CANARIES["HF_TOKEN"].encode() + b"\x00")
+    assert leaks(in_dir) == ["x/dump.bin: hf_canaryCANARYcanary1"]
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_the_umask_is_respected(umask: int, file_mode: int, folder_mode: int, in_dir: Path, lockstep: Cli) -> None:
+    previous = os.umask(umask)
+    try:
+        assert (
+            lockstep("train", "llama", "tiny", *QUICK, "system.output_dir=.outputs", "system.log_dir=.logs").code == 0
+        )
+    finally:
+        os.umask(previous)
+    made = [path for path in in_dir.rglob("*") if not path.is_symlink()]
+    assert len(made) > 15
+    for path in made:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (folder_mode if path.is_dir() else file_mode), f"{path.relative_to(in_dir)}: {mode:o}"
+
+
+BAD_NAMES = ["../../x", "/tmp/x", "a/b", "..", ".", "", "a\0b", "x" * 300, "a.tmp-b", "-x", "a\nb", "~", "$(touch x)"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=range(len(BAD_NAMES)))
+def test_a_run_name_cannot_lead_outside(name: str, in_dir: Path, lockstep: Cli) -> None:
+    before = sorted(in_dir.parent.rglob("*"))
+    refused = lockstep("train", "llama", "tiny", *QUICK, f"run.name={name}")
+    assert refused.code == 2, refused.text
+    assert sorted(in_dir.parent.rglob("*")) == before
+
+
+def test_a_link_out_of_the_output_folder_is_not_followed(in_dir: Path, lockstep: Cli) -> None:
+    outside = in_dir / "outside"
+    outside.mkdir()
+    (in_dir / "runs").mkdir()
+    (in_dir / "runs" / "mine").symlink_to(outside)
+    assert lockstep("train", "llama", "tiny", *QUICK, "--name", "mine").code == 2
+    assert list(outside.iterdir()) == []
