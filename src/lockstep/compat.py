@@ -249,7 +249,9 @@ def _complain(text: str) -> None:
 
 
 def _logs() -> bool:
-    return bool(logging.getLogger("lockstep").handlers)
+    from lockstep.report.logs import console_handler
+
+    return console_handler() is not None
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def home() -> str:
     lines += ["", f"last runs in {RUNS}/"]
     lines += [f"  {run.name}  {_state(RunDir(run))}" for run in runs] or ["  none yet"]
     lines += ["", "try", f"  lockstep train llama {'production' if gpus else 'demo'}"]
-    lines += [f'  lockstep sample {runs[0].name} "The "'] if runs else ["  lockstep config list"]
+    lines += [f'  lockstep sample {runs[0].name} "The"'] if runs else ["  lockstep config list"]
     lines += ["  lockstep --help"]
     return "\n".join(lines)
 

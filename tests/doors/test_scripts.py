@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep import compat
+from lockstep.runtime import devices
 from lockstep.runtime.devices import idlest_gpu, visible_gpus
 from tests.doors.conftest import MODEL_CHECK
 from tests.doors.test_model_check import TAIL
@@ -224,3 +226,60 @@ def test_a_read_only_working_directory_fails_before_training(tmp_path: Path) -> 
     assert "Traceback" not in answer.stdout + answer.stderr
     assert "Step [" not in answer.stdout
     assert "Preparing dataset" not in answer.stdout
+
+
+class FakeNvml:
+    """As much of pynvml as is used: two cards, of which one does not tell its utilisation."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, driver: bool = True) -> None:
+        self.driver = driver
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=80 << 30, free=(10 + handle) << 30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        if handle:
+            raise self.NVMLError
+        return SimpleNamespace(gpu=37)
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "NVIDIA Fake"
+
+
+def test_nvml_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    second, first = visible_gpus()
+    assert (first.index, first.name, first.utilisation, first.memory_bytes) == (0, "NVIDIA Fake", 37, 80 << 30)
+    assert (second.index, second.utilisation, second.free_bytes) == (1, 0, 11 << 30)
+    assert nvml.open == 0
+
+
+def test_without_a_driver_nvidia_smi_is_asked(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = devices._ask_nvml
+    smi((3, 5, 7))
+    monkeypatch.setattr(devices, "_ask_nvml", ask)  # the real one, which the fixture has put to sleep
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
+    assert [gpu.index for gpu in visible_gpus()] == [3]

@@ -21,7 +21,7 @@ class ReportOptions(Section):
     tensorboard: bool = setting(True, "Write TensorBoard files to <run>/tb.", role="cosmetic")
     profile: bool = setting(False, "Trace a few steps to <run>/profile.json (chrome://tracing).", role="cosmetic")
     sample_prompt: str = setting(
-        "The ", "What the sample at the end continues; empty: no sample.", role="cosmetic", max_length=10_000
+        "The", "What the sample at the end continues; empty: no sample.", role="cosmetic", max_length=10_000
     )
     sample_tokens: int = setting(48, "Length of that sample.", unit="tokens", role="cosmetic", ge=1, le=1 << 20)
 
