@@ -26,11 +26,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from lockstep.engine.prepare import prepare
 from torch import nn
 
 from lockstep.config.load import load
 from lockstep.engine.build import plan
+from lockstep.engine.prepare import prepare
 from lockstep.engine.train import train
 from lockstep.models.build import build
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Generator[Path]:
     """A temporary path; when the block ends well it becomes `path`, durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
@@ -142,7 +142,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def publishing(final: Path) -> Iterator[Path]:
+def publishing(final: Path) -> Generator[Path]:
     """A temporary folder; when the block ends well it gets a manifest and becomes `final`, durably."""
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:12]}")

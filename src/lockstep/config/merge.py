@@ -42,6 +42,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
         for item in _translate(layer, known, notices):
             _merge(merged, replace(item, rank=rank))
     _join_precision(merged, notices)
+    _prefer_own_data(merged, notices)
     same_length = merged.pop(renames.MAX_SEQ_LENGTH, None)
     config = _validate(family, merged, known)
     config = _check_together(config, merged, notices, same_length)
@@ -85,6 +86,14 @@ def _translate(layer: Sequence[Given], known: Catalog, notices: list[str]) -> It
             notices.append(f"{item.where}: {setting.key} is masked there and was left out")
             continue
         yield replace(item, path=target, value=value, is_text=False)
+
+
+def _prefer_own_data(merged: dict[tuple[str, ...], Given], notices: list[str]) -> None:
+    """A file of the user's own is stronger than the dataset a lower layer names."""
+    path, name = merged.get(("data", "data_path")), merged.get(("data", "dataset_name"))
+    if path and name and path.value is not None and path.rank > name.rank and name.value != "text":
+        notices.append(f"{path.where}: data_path replaces the dataset {name.value} of {name.where}")
+        merged[name.path] = replace(name, value="text", origin=path.origin, rank=path.rank)
 
 
 def _unknown(item: Given, known: Catalog) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
+from pathlib import Path
 
 import lockstep
 from lockstep.engine.build import Assembled, Plan
@@ -67,8 +70,16 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
         sample=sample,
         results=str(run.root),
         next_commands=(
-            f'lockstep sample {run.root} "{parts.config.report.sample_prompt.strip() or "The"}"',
-            f"lockstep export {run.root} --to hf",
-            f"tensorboard --logdir {run.tensorboard}",
+            f'{callable_as("lockstep")} sample {run.root} "{parts.config.report.sample_prompt.strip() or "The"}"',
+            f"{callable_as('lockstep')} export {run.root} --to hf",
+            f"{callable_as('tensorboard')} --logdir {run.tensorboard}",
         ),
     )
+
+
+def callable_as(command: str) -> str:
+    """How the user can call a command of this environment from here: by name if it is on PATH, else by its place."""
+    place = Path(sys.executable).parent / command
+    if shutil.which(command) or not place.exists():
+        return command
+    return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else str(place)

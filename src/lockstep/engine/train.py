@@ -180,14 +180,12 @@ def rehearse(parts: Parts, planned: Plan) -> None:
     if parts.progress.step > 0 or parts.config.model.init != "random":
         return
     std = parts.config.model.head_init_std or parts.config.model.init_std
-    spread = std * math.sqrt(planned.shape.hidden_size)  # of a logit: the final norm gives hidden states of length sqrt(d)
+    spread = std * math.sqrt(planned.shape.hidden_size)  # of a logit: after the last norm |h| is sqrt(d)
     expected = math.log(planned.shape.vocab_size) + spread**2 / 2
     allowed = FIRST_LOSS_TOLERANCE + 4 * spread / math.sqrt(sum(batch.tokens for batch in first))
     parts.tell("first_loss", step=0, loss=reading.loss, expected=expected)
     if not abs(reading.loss - expected) <= allowed:
-        logger.warning(
-            "First loss %.4f, expected %.2f +- %.2f: ln V + d std^2 / 2 does not hold here", reading.loss, expected, allowed
-        )
+        logger.warning("First loss %.4f, expected %.2f ± %.2f (ln V + d std²/2)", reading.loss, expected, allowed)
 
 
 def draw_sample(parts: Parts, assembled: Assembled) -> str:
