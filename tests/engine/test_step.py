@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lockstep.contracts import Batch
+from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
-from lockstep.engine.step import Stepper, make_optimizer
+from lockstep.engine.step import Stepper
 from lockstep.runtime import faults
 from lockstep.runtime.precision import Precision
 
@@ -78,16 +79,30 @@ def test_a_mean_of_means_would_be_seen() -> None:
     assert sum(means) / 2 != pytest.approx(stepper.launch(0, parts).read().loss, rel=1e-2)
 
 
-def test_equals_torch_adamw_with_clipping_and_cosine() -> None:
+def torch_adamw(ours: AdamW, model: nn.Module, theirs: nn.Module) -> torch.optim.AdamW:
+    """torch's own optimizer over a copy of the model, in the same groups."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    copies = dict(theirs.named_parameters())
+    options = ours.options
+    return torch.optim.AdamW(
+        [
+            {"params": [copies[names[id(p)]] for p in group.parameters], "weight_decay": group.weight_decay}
+            for group in ours.groups
+        ],
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_epsilon,
+    )
+
+
+def test_equals_torch_adamw_with_clipping() -> None:
     ours = make_stepper(max_grad_norm=0.5, warmup_steps=2, weight_decay=0.1)
     model = copy.deepcopy(ours.model)
-    options = TrainingOptions(learning_rate=0.01, max_steps=50, max_grad_norm=0.5, warmup_steps=2, weight_decay=0.1)
-    reference = make_optimizer(model, options, CPU)
+    reference = torch_adamw(ours.optimizer, ours.model, model)
     for step in range(6):
         batch = make_batch(8, seed=step)
         reading = ours.launch(step, [batch]).read()
         for group in reference.param_groups:
-            group["lr"] = torch.tensor(reading.lr)
+            group["lr"] = reading.lr
         reference.zero_grad()
         (Regression().loss(model, batch)["loss"] / 8).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -95,6 +110,13 @@ def test_equals_torch_adamw_with_clipping_and_cosine() -> None:
         assert reading.grad_norm == pytest.approx(norm.item(), rel=1e-5), "the norm shown is the one before clipping"
     for a, b in zip(ours.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    loaded = torch_adamw(ours.optimizer, ours.model, model)
+    loaded.load_state_dict(ours.optimizer.state_dict())  # the documented file holds what torch itself can load
+    for place, state in reference.state_dict()["state"].items():
+        torch.testing.assert_close(
+            loaded.state_dict()["state"][place]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6
+        )
+        assert loaded.state_dict()["state"][place]["step"] == 6
 
 
 def test_the_rate_shown_is_the_rate_used() -> None:
@@ -109,11 +131,22 @@ def test_the_rate_shown_is_the_rate_used() -> None:
 
 def test_no_decay_on_norms_biases_and_embeddings() -> None:
     model = nn.ModuleDict({"e": nn.Embedding(3, 4), "n": nn.LayerNorm(4), "l": nn.Linear(4, 4)})
-    decayed, plain = make_optimizer(model, TrainingOptions(weight_decay=0.5), CPU).param_groups
-    assert decayed["weight_decay"] == 0.5
-    assert [tuple(p.shape) for p in decayed["params"]] == [(4, 4)]
-    assert plain["weight_decay"] == 0.0
-    assert len(plain["params"]) == 4
+    decayed, plain = AdamW(model, TrainingOptions(weight_decay=0.5), CPU).groups
+    assert decayed.weight_decay == 0.5
+    assert [tuple(p.shape) for p in decayed.parameters] == [(4, 4)]
+    assert plain.weight_decay == 0.0
+    assert len(plain.parameters) == 4
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 4, bias=False), "idle": nn.Linear(4, 4, bias=False)})
+    optimizer = AdamW(model, TrainingOptions(weight_decay=0.5), CPU)
+    optimizer.lr.fill_(0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model["used"](torch.ones(1, 4)).sum().backward()
+    optimizer.step(torch.ones(()), torch.zeros(()))
+    assert torch.equal(model["idle"].weight, before["idle.weight"])
+    assert not torch.equal(model["used"].weight, before["used.weight"])
 
 
 BAD = ["nan_loss@step=2", "inf_loss@step=2", "nan_grad@step=2", "inf_grad@step=2", "nan_weight@step=1,tensor=0.weight"]
@@ -126,27 +159,23 @@ def test_a_bad_step_changes_nothing_and_stays_bad(fault: str, clip: float) -> No
     for step in range(2):
         assert not stepper.launch(step, [make_batch(8, seed=step)]).read().fatal
     before = weights(stepper)
-    moments = {id(p): s["exp_avg"].clone() for p, s in stepper.optimizer.state.items()}
+    moments = {key: slot["exp_avg"].clone() for key, slot in stepper.optimizer.moments().items()}
     bad = stepper.launch(2, [make_batch(8, seed=2)]).read()
     assert bad.fatal
     stepper.launch(3, [make_batch(8, seed=3)]).read()  # what was in flight when the host had not looked yet
     for a, b in zip(before, weights(stepper), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    for parameter, state in stepper.optimizer.state.items():
-        assert torch.equal(state["exp_avg"], moments[id(parameter)])
-    assert stepper.applied.item() == 2
+    for key, slot in stepper.optimizer.moments().items():
+        assert torch.equal(slot["exp_avg"], moments[key])
+    assert stepper.optimizer.applied.item() == 2
 
 
 def test_without_the_gate_a_bad_step_would_spoil_the_weights() -> None:
     """Negative control for the test above."""
     stepper = make_stepper("nan_grad@step=0")
 
-    class Ungated(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            self.found_inf = torch.zeros(())
-            return super().step(closure)
-
-    stepper.optimizer = Ungated(stepper.model.parameters(), lr=torch.tensor(0.1), fused=True)
+    gated = stepper.optimizer.step
+    stepper.optimizer.step = lambda divisor, skip: gated(divisor, torch.zeros_like(skip))
     stepper.launch(0, [make_batch(8, seed=0)])
     assert any(torch.isnan(weight).any() for weight in weights(stepper))
 
@@ -163,7 +192,7 @@ def test_fp16_overflow_is_a_skip_that_halves_the_scale_and_keeps_the_schedule() 
     assert stepper.precision.scaler.scale.item() == first.loss_scale / 2
     after = stepper.launch(2, [make_batch(8, seed=2)]).read()
     assert after.lr == skipped.lr > first.lr, "the schedule waits for a step that counts"
-    assert stepper.applied.item() == 2
+    assert stepper.optimizer.applied.item() == 2
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(stepper), strict=True))
 
 

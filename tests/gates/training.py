@@ -37,7 +37,7 @@ class Recorder:
         state = (
             self.parts.progress.state_dict(),
             scaler.state_dict() if scaler else None,
-            int(self.parts.stepper.applied.item()),
+            int(self.parts.stepper.optimizer.applied.item()),
         )
         self.trace.append((*bits, *state))
 

@@ -186,5 +186,5 @@ def _read_state(stepper: Stepper, path: Path) -> checkpoint.State:
     if path.suffix != ".pt":
         return checkpoint.load(path)
     names = {id(parameter): name for name, parameter in stepper.model.named_parameters()}
-    order = [names[id(parameter)] for group in stepper.optimizer.param_groups for parameter in group["params"]]
+    order = [names[id(parameter)] for parameter in stepper.optimizer.parameters]
     return legacy.read(path, order)

@@ -11,7 +11,7 @@ import torch
 
 from lockstep import rundir
 from lockstep.engine.checkpoint import State
-from lockstep.engine.state import MOMENTS
+from lockstep.engine.optimizer import MOMENTS
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError, NotFoundError
 
@@ -28,7 +28,7 @@ def write(path: Path, stepper: Stepper, state: State, *, epoch: int, config: dic
         "epoch": epoch,
         "model_state_dict": dict(state.model),
         "optimizer_state_dict": stepper.optimizer.state_dict(),
-        "scheduler_state_dict": {"last_epoch": state.run["applied_steps"], "_last_lr": [stepper.lr.item()]},
+        "scheduler_state_dict": {"last_epoch": state.run["applied_steps"], "_last_lr": [stepper.optimizer.lr.item()]},
         "best_loss": progress["best_loss"],
         "config": config,
         EXTRA_KEY: state.run,
@@ -53,7 +53,7 @@ def read(path: Path, names: list[str]) -> State:
         run = dict(content[EXTRA_KEY])
         slots = content["optimizer_state_dict"]["state"]
         moments = {f"{kind}.{name}": slots[index][kind] for index, name in enumerate(names) for kind in MOMENTS}
-        return State(content["model_state_dict"], moments if slots else {}, run)
+        return State(content["model_state_dict"], moments, run)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"foreign or damaged file, refused: {reason[:200]}", where=str(path)) from error

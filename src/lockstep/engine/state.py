@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from lockstep.engine.checkpoint import State
+from lockstep.engine.optimizer import MOMENTS
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> State:
@@ -20,16 +19,16 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
 
     No generator is saved: every draw is keyed by (seed, step, micro-batch), and the order of rows by position.
     """
+    live = stepper.optimizer.moments()
     moments = {
-        f"{kind}.{name}": stepper.optimizer.state[parameter][kind]
+        f"{kind}.{name}": live[id(parameter)][kind]
         for name, parameter in stepper.model.named_parameters()
         for kind in MOMENTS
-        if parameter in stepper.optimizer.state
     }
     run = {
         "format": 1,
         "progress": progress.state_dict(),
-        "applied_steps": int(stepper.applied.item()),
+        "applied_steps": int(stepper.optimizer.applied.item()),
         "loss_scale": stepper.precision.scaler.state_dict() if stepper.precision.scaler else None,
         "about": dict(about),
     }
@@ -41,14 +40,12 @@ def restore(stepper: Stepper, state: State) -> Progress:
     """Put a saved state back, bit for bit."""
     parameters = dict(stepper.model.named_parameters())
     _check_names(parameters, state)
+    live = stepper.optimizer.moments()
     for name, parameter in parameters.items():
         parameter.copy_(state.model[name])
-        if state.optimizer:
-            slot = stepper.optimizer.state[parameter]
-            for kind in MOMENTS:
-                slot[kind] = state.optimizer[f"{kind}.{name}"].to(parameter.device)
-            slot["step"] = torch.tensor(float(state.run["applied_steps"]), device=parameter.device)
-    stepper.applied.fill_(state.run["applied_steps"])
+        for kind in MOMENTS:
+            live[id(parameter)][kind].copy_(state.optimizer[f"{kind}.{name}"])
+    stepper.optimizer.applied.fill_(state.run["applied_steps"])
     if stepper.precision.scaler:
         stepper.precision.scaler.load_state_dict(state.run["loss_scale"])
     return Progress.from_state_dict(state.run["progress"])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.contracts import Batch, Objective
+from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.schedule import learning_rates
 from lockstep.health.finite import gradient_warnings
@@ -66,23 +67,6 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def make_optimizer(model: nn.Module, options: TrainingOptions, device: torch.device) -> torch.optim.AdamW:
-    """Fused AdamW; no decay on norms, embeddings and 1-D tensors. Its lr is a tensor that the step sets."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for parameter in model.parameters():
-        (plain if parameter.ndim < 2 or id(parameter) in embeddings else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=torch.zeros((), device=device),
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_epsilon,
-        fused=True,
-    )
-
-
 class Stepper:
     """Everything a step needs, with its state on the device.
 
@@ -103,17 +87,14 @@ class Stepper:
         self.model, self.objective, self.precision, self.seed, self.faults = model, objective, precision, seed, faults
         self.device = precision.device
         self.max_norm = options.max_grad_norm
-        self.optimizer = make_optimizer(model, options, self.device)
-        self.lr = self.optimizer.param_groups[0]["lr"]
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+        self.optimizer = AdamW(model, options, self.device)
         self.rates = learning_rates(options).to(self.device)
-        self.last_rate = torch.tensor(options.max_steps - 1, device=self.device)
-        self.applied = torch.zeros((), dtype=torch.int64, device=self.device)  # updates that took effect
+        self.last_rate = torch.tensor(float(options.max_steps - 1), device=self.device)
         self.halted = torch.zeros((), device=self.device)
+        self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self.debug = False  # look at every gradient, at the price of a sync
         self.updating = False  # True only inside the optimizer: the one place where the state is not whole
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = self.optimizer.parameters
 
     def launch(self, step: int, batches: Sequence[Batch]) -> Pending:
         """Queue one optimizer step over its micro-batches."""
@@ -133,45 +114,45 @@ class Stepper:
 
     def accumulate(self, step: int, batches: Sequence[Batch]) -> torch.Tensor:
         """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of all of them."""
-        terms = self.objective.terms
-        weights = {term: max(1, sum(batch.weights[term] for batch in batches)) for term in terms}
-        scale = self.precision.scaler.scale if self.precision.scaler else None
-        self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.device)
+        terms, scaler = self.objective.terms, self.precision.scaler
+        shares = {
+            term: coefficient / max(1, sum(batch.weights[term] for batch in batches))
+            for term, coefficient in terms.items()
+        }
+        self.optimizer.zero_grad()
+        total = self.zero
         for index, batch in enumerate(batches):
             reseed(self.device, self.seed, step, index)
             with self.precision.context():
                 sums = self.objective.loss(self.model, batch.to(self.device))
-            part = sum(
-                (sums[term].float() * (terms[term] / weights[term]) for term in terms), start=total.new_zeros(())
-            )
-            (part if scale is None else part * scale).backward()
+            first, *others = (sums[term].float() * share for term, share in shares.items())
+            part = torch.stack([first, *others]).sum() if others else first
+            (part * scaler.scale if scaler else part).backward()
             total = total + part.detach()
         return total
 
     def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """Clip and apply the gradients, unless something is not finite."""
         scaler = self.precision.scaler
+        scale = scaler.scale if scaler else self.one
         norm = total_norm(self.parameters)
         if scaler:
-            norm = norm / scaler.scale
-        bad_loss, bad_norm = ~torch.isfinite(loss), ~torch.isfinite(norm)
-        overflow = (bad_norm & ~bad_loss).float() if scaler else torch.zeros_like(loss)
-        fatal = (bad_loss | bad_norm).float() - overflow
+            norm = norm / scale
+        bad = (~torch.isfinite(loss + norm)).float()
+        overflow = bad * torch.isfinite(loss) if scaler else self.zero
+        fatal = bad - overflow if scaler else bad
         self.halted = torch.maximum(self.halted, fatal)
-        skip = torch.maximum(self.halted, overflow)
-        self.lr.copy_(self.rates[torch.minimum(self.applied, self.last_rate)])
-        divisor = torch.ones_like(norm) if scaler is None else scaler.scale
+        skip = torch.maximum(self.halted, overflow) if scaler else self.halted
+        self.optimizer.lr.copy_(self.rates[torch.minimum(self.optimizer.applied, self.last_rate).long()])
+        divisor = scale
         if self.max_norm > 0:
-            divisor = divisor * torch.clamp((norm + NORM_EPSILON) / self.max_norm, min=1.0)
+            divisor = scale * torch.clamp((norm + NORM_EPSILON) / self.max_norm, min=1.0)
         if self.faults.armed and step >= 0:
             self.faults.at("optimizer", step)
-        self.optimizer.grad_scale, self.optimizer.found_inf = divisor, skip  # pyright: ignore[reportAttributeAccessIssue]
         self.updating = True
-        self.optimizer.step()
+        self.optimizer.step(divisor, skip)
         self.updating = False
-        self.applied += 1 - skip.long()
-        values = torch.stack([loss, norm, self.lr, fatal, overflow, scaler.scale if scaler else torch.ones_like(loss)])
+        values = torch.stack([loss, norm, self.optimizer.lr, fatal, overflow, scale])
         if scaler:
             scaler.update(overflow)
         if self.faults.armed and step >= 0:
@@ -184,7 +165,7 @@ class Stepper:
         self.halted.fill_(1.0)
         reading = Pending(self.update(-1, self.accumulate(-1, batches))).read()
         self.halted = torch.zeros_like(self.halted)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         if self.precision.scaler and scale:
             self.precision.scaler.load_state_dict(scale)
         return reading

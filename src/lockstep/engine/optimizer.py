@@ -1,0 +1,117 @@
+"""AdamW on the fused kernel of torch: all state on the device, and a gate that lets a bad step change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.engine.options import TrainingOptions
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a decay, with their moments in the same order."""
+
+    parameters: list[nn.Parameter]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+    weight_decay: float
+
+
+class AdamW:
+    """Decoupled weight decay; none on norms, embeddings and 1-D tensors.
+
+    torch.optim.AdamW calls the same kernel, but rebuilds its lists and counts per tensor at every step; here one count
+    (`applied`) serves all, so the schedule and the bias correction can never disagree.
+    """
+
+    def __init__(self, model: nn.Module, options: TrainingOptions, device: torch.device) -> None:
+        self.options = options
+        self.lr = torch.zeros((), device=device)
+        self.applied = torch.zeros((), device=device)  # updates that took effect; exact in float32 up to 2^24
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        plain = [item for item in trained if item.ndim < 2 or id(item) in embeddings]
+        exempt = {id(item) for item in plain}
+        decayed = [item for item in trained if id(item) not in exempt]
+        self.groups = [
+            Group(items, [torch.zeros_like(p) for p in items], [torch.zeros_like(p) for p in items], decay)
+            for items, decay in ((decayed, options.weight_decay), (plain, 0.0))
+            if items
+        ]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """In the order of the moments."""
+        return [parameter for group in self.groups for parameter in group.parameters]
+
+    def moments(self) -> dict[int, dict[str, torch.Tensor]]:
+        """id(parameter) -> its two moments, live."""
+        return {
+            id(parameter): {"exp_avg": first, "exp_avg_sq": second}
+            for group in self.groups
+            for parameter, first, second in zip(group.parameters, group.exp_avgs, group.exp_avg_sqs, strict=True)
+        }
+
+    def zero_grad(self) -> None:
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+        """Update with gradients / divisor; where skip is 1 nothing changes, neither weights nor moments nor counts."""
+        options = self.options
+        self.applied += 1
+        for group in self.groups:
+            parameters, first, second = group.parameters, group.exp_avgs, group.exp_avg_sqs
+            gradients = [parameter.grad for parameter in parameters]
+            if any(gradient is None for gradient in gradients):
+                kept = [place for place, gradient in enumerate(gradients) if gradient is not None]
+                parameters, gradients, first, second = (
+                    [items[place] for place in kept] for items in (parameters, gradients, first, second)
+                )
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                parameters,
+                gradients,  # pyright: ignore[reportArgumentType]
+                first,
+                second,
+                [],
+                [self.applied] * len(parameters),
+                lr=self.lr,
+                beta1=options.adam_beta1,
+                beta2=options.adam_beta2,
+                weight_decay=group.weight_decay,
+                eps=options.adam_epsilon,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=skip,
+            )
+        self.applied -= skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layout of torch.optim.AdamW, which the documented .pt files hold."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        groups: list[dict[str, Any]] = []
+        for group in self.groups:
+            places = range(len(state), len(state) + len(group.parameters))
+            for place, first, second in zip(places, group.exp_avgs, group.exp_avg_sqs, strict=True):
+                state[place] = {"step": self.applied, "exp_avg": first, "exp_avg_sq": second}
+            groups.append(
+                {
+                    "params": list(places),
+                    "lr": self.lr.item(),
+                    "betas": (self.options.adam_beta1, self.options.adam_beta2),
+                    "eps": self.options.adam_epsilon,
+                    "weight_decay": group.weight_decay,
+                    "amsgrad": False,
+                    "maximize": False,
+                }
+            )
+        return {"state": state, "param_groups": groups}
