@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from lockstep import rundir
-from lockstep.engine import checkpoint
+from lockstep.engine import checkpoint, legacy
 from lockstep.engine.checkpoint import Checkpointer, State
+from lockstep.engine.step import Stepper
 from lockstep.errors import LockstepError
 
 ELEMENTS = 300_000  # about 1 MB a tensor
@@ -112,6 +115,35 @@ def test_saving_in_place_does_lose_states(tmp_path: Path) -> None:
         if Checkpointer(folder, keep_last=2).latest() is None
     ]
     assert lost
+
+
+class Documented(Checkpointer):
+    """Writes the documented .pt file instead, always under one name, as `.checkpoints/step_<N>.pt` is rewritten."""
+
+    def save(self, step: int, state: State) -> Path:
+        stepper = SimpleNamespace(
+            optimizer=SimpleNamespace(state_dict=lambda: dict(state.optimizer), lr=torch.zeros(()))
+        )
+        run = {**state.run, "applied_steps": step, "loss_scale": None}
+        run["progress"] = {"step": step, "best_loss": None}
+        whole = State(state.model, state.optimizer, run)
+        return legacy.write(self.folder / "step.pt", cast("Stepper", stepper), whole, epoch=0, config={})
+
+
+@pytest.mark.parametrize("kills", [pytest.param(8, id="8"), pytest.param(100, id="100", marks=pytest.mark.slow)])
+@pytest.mark.timeout(1200)
+def test_sigkill_never_leaves_a_documented_file_that_does_not_load(kills: int, tmp_path: Path) -> None:
+    """Item 67."""
+    unfinished = 0
+    for folder, acknowledged in kill_while_saving(kills, tmp_path, Documented):
+        content = torch.load(folder / "step.pt", weights_only=True)
+        step = content["global_step"]
+        assert step >= acknowledged
+        assert all(
+            torch.equal(content["model_state_dict"][name], tensor) for name, tensor in state_of(step).model.items()
+        )
+        unfinished += any(".tmp-" in path.name for path in folder.iterdir())
+    assert unfinished > 0, "no kill ever hit a save: the test tests nothing"
 
 
 class Crash(BaseException):
