@@ -1,7 +1,8 @@
 """What the loop costs: CPU time per step of lockstep, HF Trainer and Lightning over a bare PyTorch loop.
 
 The same model (2 layers, width 64), the same batch (4 x 64 tokens), AdamW, clip 1.0, a log line every step, in one
-process, interleaved. Usage: python benchmarks/loop.py [--steps 200] [--rounds 5]
+process, interleaved. Usage: python benchmarks/loop.py [--steps 200] [--rounds 5] [--limit MS]
+The exit code is 1 when lockstep costs more than the limit over bare PyTorch.
 Needs the extra `bench` (pip install lightning); a contender that is not installed is named and left out.
 """
 
@@ -35,6 +36,7 @@ from lockstep.engine.train import train
 from lockstep.models.build import build
 
 ROWS, CONTEXT, LR = 4, 64, 1e-3
+LIMIT_MS = 0.3  # of CPU time per step over the bare loop
 
 
 def cpu_seconds() -> float:
@@ -161,10 +163,20 @@ def per_step_ms(contender: Callable[[Setting], None], long: Setting, short: Sett
     return 1e3 * (seconds[1] - seconds[0]) / (long.steps - short.steps)
 
 
-def main() -> None:
+def verdict(over_ms: float, limit_ms: float) -> int:
+    """Say whether the limit is kept; the exit code."""
+    good = over_ms <= limit_ms
+    print(
+        f"{'ok' if good else 'TOO SLOW'}: lockstep costs {over_ms:+.3f} ms a step over bare PyTorch, limit {limit_ms}"
+    )
+    return 0 if good else 1
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=LIMIT_MS, metavar="MS")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -177,6 +189,8 @@ def main() -> None:
             print(f"{name} is left out: pip install {package}")
     with tempfile.TemporaryDirectory() as folder:
         long, short = Setting(Path(folder), options.steps), Setting(Path(folder), options.steps // 5)
+        for contender in contenders.values():  # imports and first calls are nobody's step
+            per_step_ms(contender, long, short)
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(options.rounds):
             for name, contender in contenders.items():
@@ -190,7 +204,8 @@ def main() -> None:
     for name, values in times.items():
         median = statistics.median(values)
         print(f"{name:14}{median:12.3f}{median - base:+12.3f}{median / base:8.2f}")
+    return verdict(statistics.median(times["lockstep"]) - base, options.limit)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

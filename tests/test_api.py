@@ -22,6 +22,13 @@ def test_get_default_config_as_documented() -> None:
         get_default_config("nonsense")
 
 
+def test_debug_mode_over_a_named_preset_keeps_the_preset() -> None:
+    debugged, plain = get_default_config("production", debug_mode=True), get_default_config("production")
+    assert (debugged.debug.enabled, debugged.debug.log_level, debugged.training.max_steps) == (True, "DEBUG", 100)
+    assert debugged == plain.replace(debug={"enabled": True, "log_level": "DEBUG"})
+    assert get_default_config("debug", debug_mode=True) == get_default_config("debug")
+
+
 def test_config_goes_through_a_file(tmp_path: Path) -> None:
     config = get_default_config("tiny").replace(training={"max_steps": 3}, **{"system.seed": 7})
     config.save(tmp_path / "c.json")
@@ -52,8 +59,13 @@ def test_saving_and_showing_mask_secrets_and_change_nothing(tmp_path: Path) -> N
 
 def test_config_is_read_only_and_validates() -> None:
     config = get_default_config("tiny")
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(AttributeError, match=r"max_steps cannot be set.*config\.replace\(training="):
         config.training.max_steps = 5
+    with pytest.raises(AttributeError, match=r"training cannot be set.*config\.replace\("):
+        config.training = None
+    with pytest.raises(AttributeError, match="nonsense cannot be set"):
+        config.nonsense = 3
+    assert config == get_default_config("tiny")
     config.validate()
     with pytest.raises(LockstepError, match="do not divide"):
         config.replace(**{"model.num_key_value_heads": 3}).validate()
@@ -74,6 +86,59 @@ def test_train_resolves_and_hands_over(monkeypatch: pytest.MonkeyPatch, tmp_path
     expected = load("llama", preset="tiny", file=tmp_path / "c.json", overrides=overrides).config
     assert seen[0].config == expected
     assert (expected.system.seed, expected.training.max_steps, expected.training.batch_size) == (7, 5, 3)
+
+
+def test_train_takes_a_preset_a_file_or_a_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from lockstep.engine import train as engine
+
+    seen: list[Any] = []
+    monkeypatch.setattr(engine, "train", seen.append)
+    path = tmp_path / "c.json"
+    config = get_default_config("tiny").replace(training={"max_steps": 3}, **{"data.hf_token": "hf_canary_secret"})
+    path.write_text('{"training": {"max_steps": 3}}')
+    lockstep.train("llama", "tiny", max_train_samples=9)
+    lockstep.train("llama", preset="tiny", file=path)
+    lockstep.train("llama", path)
+    lockstep.train("llama", str(path), preset="tiny")
+    lockstep.train("llama", config, **{"system.seed": 7})
+    assert [loaded.preset for loaded in seen] == ["tiny", "tiny", "production", "tiny", ""]
+    assert [loaded.config.training.max_steps for loaded in seen] == [20, 3, 3, 3, 3]
+    last = seen[-1]
+    assert (last.config.system.seed, last.config.model.model_path) == (7, "lockstep/tiny")
+    assert last.config.data.hf_token.get_secret_value() == "hf_canary_secret"
+    assert last.origins["system.seed"].layer == "flag"
+    assert "model.init_std" not in last.origins, "what is as it would be anyway has no origin"
+    for wrong in ("nonsense", Path("nowhere")):
+        with pytest.raises(LockstepError, match="no preset or file"):
+            lockstep.train("llama", wrong)
+    with pytest.raises(LockstepError, match="no preset or file as well"):
+        lockstep.train("llama", config, preset="tiny")
+    with pytest.raises(LockstepError, match="do not divide"):
+        lockstep.train("llama", config, **{"model.num_key_value_heads": 3})
+
+
+def test_load_finds_a_run_as_the_command_line_does(monkeypatch: pytest.MonkeyPatch, in_dir: Path) -> None:
+    from types import SimpleNamespace
+
+    from lockstep.engine import inference
+    from lockstep.rundir import write_json
+
+    seen: list[Path] = []
+
+    def load_run(path: Path) -> SimpleNamespace:
+        seen.append(path)
+        return SimpleNamespace(model="model", tokenizer="tokenizer")
+
+    monkeypatch.setattr(inference, "load_run", load_run)
+    with pytest.raises(LockstepError, match="lockstep train llama demo makes one"):
+        lockstep.load("latest")
+    write_json(Path("runs/mine/config.json"), {})
+    Path("runs/latest").symlink_to("mine")
+    for name in ("latest", "mine", Path("runs/mine")):
+        assert lockstep.load(name) == ("model", "tokenizer")
+    assert seen == [Path("runs/latest"), Path("runs/mine"), Path("runs/mine")]
+    with pytest.raises(LockstepError, match="did you mean 'mine'"):
+        lockstep.load("mina")
 
 
 def test_train_without_preset_on_the_cpu_is_demo(monkeypatch: pytest.MonkeyPatch) -> None:

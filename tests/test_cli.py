@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +53,7 @@ def test_every_verb_has_help(lockstep: Run, verb: str) -> None:
     "words",
     [
         ["nonsense"], ["config"], ["config", "nonsense"], ["train"], ["train", "nonsense"],
-        ["train", "llama", "nonsense"],
+        ["train", "llama", "nonsense"], ["train", "mlm"], ["init", "ad"], ["config", "schema", "llada"],
         ["train", "llama", "tiny", "demo"], ["train", "llama", "tiny", "--preset", "demo"], ["config", "list", "--foo"],
         ["sample", "x"], ["sample", "x", "y", "--tokens", "0"], ["sample", "x", "y", "--temperature", "nan"],
         ["export", "x"], ["export", "x", "--to", "gguf"], ["config", "explain", "nonsense"], ["config", "schema", "x"],
@@ -116,101 +112,18 @@ def test_init_puts_the_scripts_into_a_folder(lockstep: Run, in_dir: Path) -> Non
     assert result.code == 0
     assert (in_dir / "here" / "pretrain_main.py").is_file()
     assert "pretrain_main.py" in result.out
+    assert result.out.splitlines()[-1] == "next: cd here && bash run.sh --config test_config.json"
+    assert lockstep("init", "llama", "here").out == "Everything is already in here\n"
 
 
-# ------------------------------------------------------------------------------------------------ config
-
-
-def test_debug_is_preset_debug(lockstep: Run) -> None:
-    """Contract item 11."""
-    one, two = (lockstep("config", "show", "llama", *words, "--json") for words in (["--debug"], ["--preset", "debug"]))
-    assert one.out == two.out
-    config = json.loads(one.out)
-    assert (config["model"]["num_layers"], config["training"]["max_steps"]) == (2, 10)
-    assert (config["training"]["context_length"], config["training"]["learning_rate"]) == (512, 1e-7)
-    assert config["debug"]["enabled"] is True
-
-
-def test_debug_over_another_preset_keeps_the_preset(lockstep: Run) -> None:
-    rows = shown(lockstep("config", "show", "llama", "tiny", "--debug", "--log-level", "ERROR").out)
-    assert rows["debug.enabled"][0] == "true"
-    assert rows["training.max_steps"] == ["20", "preset", "tiny"]
-    assert rows["debug.log_level"][0] == '"ERROR"'
-
-
-def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: list[str]) -> None:
-    tool = folder / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def test_no_flag_is_production_where_there_is_a_gpu(
-    lockstep: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contract item 12."""
-    fake_smi(in_dir, monkeypatch, ["0, GPU-x, NVIDIA H200, 143771, 143000, 0"])
-    bare = lockstep("config", "show", "llama")
-    named = lockstep("config", "show", "llama", "production", "--json")
-    assert "production preset" in bare.out
-    assert lockstep("config", "show", "llama", "--json").out == named.out
-    config = json.loads(named.out)
-    training = config["training"]
-    assert (config["model"]["num_layers"], training["max_steps"], training["context_length"]) == (4, 100, 8192)
-    assert (training["learning_rate"], config["debug"]["enabled"]) == (1e-5, False)
-    cpu = lockstep("config", "show", "llama", "--device", "cpu")
-    assert "The CPU was asked for: running the demo preset" in cpu.out
-
-
-def test_no_flag_is_demo_where_there_is_none(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = lockstep("config", "show", "llama")
-    assert "No GPUs detected: running the demo preset on the CPU" in result.out
-    assert shown(result.out)["training.max_steps"][1:] == ["preset", "demo"]
-    assert "preset production" in lockstep("config", "show", "llama", "--device", "cuda").out
-
-
-def test_files_by_position_or_flag(lockstep: Run, in_dir: Path) -> None:
-    (in_dir / "c.yaml").write_text("training: {max_steps: 3}\n")
-    for words in (["c.yaml"], ["--config", "c.yaml"], ["tiny", "--config=c.yaml"], ["c.yaml", "--preset", "tiny"]):
-        rows = shown(lockstep("config", "show", "llama", *words).out)
-        assert rows["training.max_steps"] == ["3", "file", "c.yaml:1:23"]
-    assert shown(lockstep("config", "show", "llama", "./c.yaml").out)["training.max_steps"][0] == "3"
-
-
-def test_show_json_can_be_loaded_again(lockstep: Run, in_dir: Path) -> None:
-    text = lockstep("config", "show", "llama", "demo", "seed=9", "--json").out
-    (in_dir / "again.json").write_text(text)
-    assert lockstep("config", "show", "llama", "--config", "again.json", "--json").out == text
-
-
-def test_validate_says_what_it_found(lockstep: Run, in_dir: Path) -> None:
-    (in_dir / "c.json").write_text('{"training": {"num_workers": 2}}')
-    result = lockstep("config", "validate", "c.json", "--preset", "tiny")
-    assert result.code == 0
-    assert "training.num_workers is read as data.num_workers" in result.out
-    assert "c.json: fine" in result.out
-    assert "parameters        158,016" in result.out
-
-
-def test_dry_run_shows_provenance_and_sizes_and_writes_nothing(lockstep: Run, in_dir: Path) -> None:
-    """Contract item 13 for `full`: parameters and the memory of weights, gradients and moments."""
-    result = lockstep("train", "llama", "full", "--dry-run")
-    assert result.code == 0
-    assert "parameters        8,030,261,248" in result.out
-    assert "119.7 GiB of it weights" in result.out
-    assert "tokens per step   65,536" in result.out
-    assert not list(in_dir.iterdir())
-
-
-def test_explain_knows_the_shapes(lockstep: Run) -> None:
-    assert "lockstep/tiny" in lockstep("config", "explain", "model.model_path").out
-
-
-def test_schema_is_json(lockstep: Run) -> None:
-    assert json.loads(lockstep("config", "schema").out)["properties"]["training"]
+def test_a_family_that_is_not_built_says_so(lockstep: Run) -> None:
+    for words in (["train", "mlm", "tiny"], ["init", "mlm"], ["config", "explain", "--family", "mlm"]):
+        result = lockstep(*words)
+        assert result.code == 2
+        assert "family 'mlm' is not built yet" in result.err
+        assert "lockstep families" in result.err
+        assert "did you mean" not in result.err
+    assert "did you mean 'llama'?" in lockstep("train", "lama").err
 
 
 # ------------------------------------------------------------------------------------------------ flags
@@ -268,6 +181,26 @@ def test_resume_alone_means_auto(lockstep: Run) -> None:
         ["llama", "--resume", "auto", "tiny"],
     ):
         assert shown(lockstep("config", "show", *words).out)["checkpoint.resume"][0] == '"auto"'
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--debg"], "--debug"), (["--dry-runs"], "--dry-run"), (["--max-step", "3"], "--max-steps"),
+        (["--learnin-rate", "1"], "--learning-rate"), (["max_stepss=3"], "--max-steps"),
+        (["--conifg", "x"], "--config"),
+    ],
+)  # fmt: skip
+def test_a_slip_in_a_flag_is_recognised(lockstep: Run, words: list[str], meant: str) -> None:
+    result = lockstep("train", "llama", "tiny", *words)
+    assert result.code == 2
+    assert f"did you mean {meant}?" in result.err
+
+
+def test_a_flag_of_a_later_version_is_no_setting(lockstep: Run) -> None:
+    result = lockstep("train", "llama", "tiny", "--mode", "ddp")
+    assert result.code == 2
+    assert result.err.startswith("lockstep: error: --mode: no such flag of lockstep train")
 
 
 def test_negative_numbers_are_values(lockstep: Run) -> None:
@@ -353,12 +286,31 @@ def test_sample_and_export_reach_the_engine(lockstep: Run, in_dir: Path, monkeyp
     assert lockstep("export", "mine", "--to", "hf", "there", "--dtype", "bfloat16").code == 0
     assert seen[2] == (Path("runs/mine"), Path("there"), "bf16")
     assert lockstep("export", "mine", "--to", "hf").out == "Exported to runs/mine/hf\n"
-    assert lockstep("export", "mine", "--to", "hf", "--dtype", "int4").code == 2
+    wrong = lockstep("export", "mine", "--to", "hf", "--dtype", "int8")
+    assert wrong.code == 2
+    assert wrong.err.endswith("try: one of fp32, bf16, fp16\n")
+    for name in ("hf", "hf-2"):
+        write_json(in_dir / "runs" / "mine" / name / "config.json", {})
+    again = lockstep("export", "mine", "--to", "hf")
+    assert again.code == 73
+    assert "runs/mine/hf: exists and is not empty" in again.err
+    assert "try: lockstep export mine runs/mine/hf-3 --to hf" in again.err
+    assert lockstep("export", "mine", "x" * 300, "--to", "hf").code == 73
 
 
 def test_prepared_datasets_are_listed_checked_and_removed(lockstep: Run, in_dir: Path) -> None:
     assert "No prepared dataset" in lockstep("prepare", "llama", "tiny", "--list").out
     assert "Nothing to remove" in lockstep("prepare", "llama", "tiny", "--clean").out
+
+
+@pytest.mark.parametrize("text", ["", "just one line\n"])
+def test_too_little_text_names_the_file(lockstep: Run, in_dir: Path, text: str) -> None:
+    (in_dir / "notes.txt").write_text(text)
+    result = lockstep("prepare", "llama", "tiny", "--data-path", "notes.txt")
+    assert result.code == 65
+    assert "notes.txt: " in result.err
+    assert "too few to keep one for validation" in result.err
+    assert "data_path replaces the dataset builtin of preset tiny" in result.out
 
 
 # ------------------------------------------------------------------------------------------------ faults and secrets
@@ -429,40 +381,3 @@ def test_the_search_for_secrets_would_find_one(lockstep: Run, monkeypatch: pytes
 
     monkeypatch.setattr(env, "redact", lambda text: text)
     assert "hf_canaryAAAAAAAA" in lockstep("sample", CANARIES["HF_TOKEN"], "x").err
-
-
-# ------------------------------------------------------------------------------------------------ as a process
-
-
-def process(*words: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, **options)
-
-
-def test_utf8_whatever_the_locale(tmp_path: Path) -> None:
-    """Contract item 176."""
-    (tmp_path / "c.json").write_text('{"größe": 1}', encoding="utf-8")
-    plain = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
-    answer = process("config", "validate", "c.json", cwd=tmp_path, env=plain)
-    assert answer.returncode == 2
-    assert "größe" in answer.stderr.decode("utf-8")
-    assert b"\x1b" not in answer.stdout + answer.stderr
-
-
-def test_a_reader_that_goes_away_is_no_crash() -> None:
-    command = [sys.executable, "-m", "lockstep", "config", "schema"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
-        assert running.stdout is not None
-        assert running.stderr is not None
-        running.stdout.close()
-        assert running.stderr.read() == b""
-        assert running.wait() == 141
-
-
-def test_help_costs_next_to_nothing() -> None:
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert process("--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(seconds() for _ in range(3)) <= 0.15

@@ -182,6 +182,25 @@ def test_the_locks_pin_what_pyproject_asks_for() -> None:
     assert not any(name.startswith("nvidia-c") for name in names)
 
 
+@pytest.mark.parametrize("told", ["", '\nvenvPath = "."\nvenv = ".venv"'], ids=["as it is", "bound to a .venv"])
+def test_types_are_checked_with_the_running_interpreter(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a clone without .venv (the user's own environment is active) torch is still found."""
+    checks = load_script("checks")
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = project.replace("[tool.basedpyright]", f"[tool.basedpyright]{told}")
+    (tmp_path / "pyproject.toml").write_text(project, encoding="utf-8")
+    package = tmp_path / "src" / "lockstep"
+    package.mkdir(parents=True)
+    (package / "errors.py").write_text("import torch\n\nx: torch.Tensor = torch.zeros(1)\n", encoding="utf-8")
+    good = checks.run_stage("types", checks.stages([])["types"])
+    said = capsys.readouterr().out
+    assert good == (not told), said
+    assert not (tmp_path / ".venv").exists()
+
+
 def test_slices_are_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

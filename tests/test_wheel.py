@@ -68,3 +68,7 @@ def test_installed_it_gives_working_scripts(wheel: Path, tmp_path: Path) -> None
     helped = run("bash", str(work / "run.sh"), "--help")
     assert helped.returncode == 0, helped.stderr
     assert helped.stdout.startswith("usage: bash run.sh")
+    for script in ("pretrain_main.py", "prepare_dataset.py"):  # as files, the way the guides start them
+        helped = run(sys.executable, str(work / script), "--help")
+        assert helped.returncode == 0, helped.stderr
+        assert helped.stdout.startswith(f"usage: python3 {script}")

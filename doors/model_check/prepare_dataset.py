@@ -3,11 +3,11 @@
 import sys
 
 try:
-    from lockstep.compat import main
+    from lockstep.compat import entry
 except ImportError as error:
     from install_hint import explain
 
     sys.exit(explain(error))
 
 if __name__ == "__main__":
-    sys.exit(main("prepare_dataset.py", sys.argv[1:]))
+    entry("prepare_dataset.py", sys.argv[1:])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.registry import suggest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,24 +18,77 @@ if TYPE_CHECKING:
     from lockstep.contracts import Tokenizer
     from lockstep.engine.train import Result
 
+Flag = tuple[str, str | None]  # (key, text); None: a bare switch
 DEVICE_KEYS = frozenset({"device", "system.device"})
 
 
 def train(
-    family: str = "llama", preset: str | None = None, *, file: str | Path | None = None, **overrides: Any
+    family: str = "llama",
+    config: Config | str | Path | None = None,
+    *,
+    preset: str | None = None,
+    file: str | Path | None = None,
+    **overrides: Any,
 ) -> Result:
-    """Train and return how it ended: `train("llama", "tiny", training={"max_steps": 5}, **{"system.seed": 7})`."""
-    from lockstep.engine.train import train as run
+    """Train and return how it ended: `train("llama", "tiny", training={"max_steps": 5}, **{"system.seed": 7})`.
 
-    return run(resolve(family, preset=preset, file=Path(file) if file else None, overrides=overrides))
+    `config` is a preset, a file, or a Config.
+    """
+    from lockstep.config.load import replaced
+    from lockstep.engine.train import train as run
+    from lockstep.runtime.devices import check_asked
+
+    path = Path(file) if file else None
+    if isinstance(config, Config):
+        if preset or path:
+            raise ConfigError("a Config takes no preset or file as well", where="config", hint="config.replace(...)")
+        loaded = replaced(config._resolved, overrides)  # pyright: ignore[reportPrivateUsage]
+        _check(loaded)
+    else:
+        if config is not None:
+            preset, path = preset_or_file(family, config, preset=preset, file=path)
+        loaded = resolve(family, preset=preset, file=path, overrides=overrides)
+    check_asked(loaded.config.system)
+    return run(loaded)
 
 
 def load(run_or_checkpoint: str | Path) -> tuple[nn.Module, Tokenizer]:
-    """The model and the tokenizer of a run (its newest good checkpoint) or of one checkpoint folder."""
+    """The model and the tokenizer of a run (its newest good checkpoint, by path, name or `latest`) or a checkpoint."""
     from lockstep.engine.inference import load_run
+    from lockstep.home import find_run
 
-    trained = load_run(Path(run_or_checkpoint))
+    trained = load_run(find_run(str(run_or_checkpoint)))
     return trained.model, trained.tokenizer
+
+
+def preset_or_file(
+    family: str, what: str | Path, *, preset: str | None = None, file: Path | None = None
+) -> tuple[str | None, Path | None]:
+    """The preset and the file, one of which was named without saying which it is."""
+    from lockstep.config.load import presets
+    from lockstep.config.reader import KINDS
+
+    names, word = presets(family), str(what)
+    if word in names and preset in (None, word):
+        return word, file
+    if file is None and word not in names and (Path(word).suffix.lower() in KINDS or os.sep in word):
+        return preset, Path(word)
+    problem = "a second preset or file" if word in names or file else "no preset or file"
+    raise ConfigError(f"{problem} {word[:200]!r}", where="PRESET|FILE", hint=suggest(word, names))
+
+
+def setting_words() -> set[str]:
+    """The words that are settings without their section."""
+    from lockstep.config.given import flag_words
+
+    return flag_words("llama")
+
+
+def with_debug(preset: str | None, flags: Sequence[Flag]) -> tuple[str, list[Flag]]:
+    """What --debug means: the debug preset, or debug output over another one."""
+    if preset in (None, "debug"):
+        return "debug", list(flags)
+    return preset, [("debug.enabled", "true"), ("debug.log_level", "DEBUG"), *flags]
 
 
 def resolve(
@@ -41,22 +96,19 @@ def resolve(
     *,
     preset: str | None = None,
     file: Path | None = None,
-    flags: Sequence[tuple[str, str | None]] = (),
+    flags: Sequence[Flag] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """The configuration for what was asked; with neither preset nor file, what suits the machine."""
     from dataclasses import replace
 
     from lockstep.config.load import load as load_config
-    from lockstep.runtime import env
 
     notice = ""
     if preset is None and file is None:
         preset, notice = pick_preset(_asked_device(flags, overrides or {}))
     loaded = load_config(family, preset=preset, file=file, flags=flags, overrides=overrides or {})
-    token = loaded.config.data.hf_token
-    env.hide(token.get_secret_value() if token else None)
-    _check_shape(loaded)
+    _check(loaded)
     return replace(loaded, notices=(notice, *loaded.notices)) if notice else loaded
 
 
@@ -74,7 +126,7 @@ def pick_preset(device: str) -> tuple[str, str]:
     return "production", f"{len(gpus)} x {gpus[0].name}: running the production preset"
 
 
-def _asked_device(flags: Sequence[tuple[str, str | None]], overrides: Mapping[str, Any]) -> str:
+def _asked_device(flags: Sequence[Flag], overrides: Mapping[str, Any]) -> str:
     """The device named last, or nothing."""
     asked: list[Any] = [text for key, text in flags if key.replace("-", "_") in DEVICE_KEYS]
     asked.append(overrides.get("system.device"))
@@ -84,11 +136,13 @@ def _asked_device(flags: Sequence[tuple[str, str | None]], overrides: Mapping[st
     return next((str(device) for device in reversed(asked) if device), "")
 
 
-def _check_shape(loaded: Loaded) -> None:
+def _check(loaded: Loaded) -> None:
     """Sizes that do not fit together are refused here, at the line that set them, if the shape needs no look-up."""
     from lockstep.models import shapes
+    from lockstep.runtime import env
 
     config = loaded.config
+    env.hide(config.data.hf_token.get_secret_value() if config.data.hf_token else None)
     if shapes.known(config.model.model_path) is None:
         return
     try:
@@ -100,18 +154,60 @@ def _check_shape(loaded: Loaded) -> None:
         raise type(error)(f"{error.where}: {error.what}", where=origin.where, hint=error.hint) from None
 
 
+def sizes(loaded: Loaded) -> str:
+    """The resolved sizes, with the device and the precision the engine will choose; asks no hub and no torch."""
+    from lockstep.config import show
+    from lockstep.models import shapes
+    from lockstep.runtime.devices import visible_gpus
+
+    config, training = loaded.config, loaded.config.training
+    if shapes.known(config.model.model_path) is None and not Path(config.model.model_path).is_dir():
+        return "sizes: known once the model's own configuration has been fetched"
+    shape = shapes.resolve(config.model, context_length=training.context_length)
+    on_gpu = config.system.device == "cuda" or (config.system.device == "auto" and bool(visible_gpus()))
+    precision = training.precision if training.precision in shapes.ITEM_BYTES else "bf16" if on_gpu else "fp32"
+    compiled = {"on": True, "off": False, "auto": on_gpu and not config.debug.enabled}[config.model.compile]
+    memory = shapes.memory_bytes(
+        shape,
+        batch_size=training.batch_size,
+        context_length=training.context_length,
+        dtype_name=precision,
+        checkpointing=config.system.gradient_checkpointing,
+        compiled=compiled,
+    )
+    return show.sizes(
+        parameters=shape.parameters(),
+        tokens_per_step=training.batch_size * training.grad_accum_nums * training.context_length,
+        memory_bytes=memory.total,
+        state_bytes=memory.states,
+        computing=f"{precision}, {'GPU' if on_gpu else 'CPU'}",
+    )
+
+
 def get_default_config(preset: str | None = None, debug_mode: bool = False) -> Config:
-    """The configuration of a preset: `production`, or `debug` in debug mode, unless one is named."""
+    """The configuration of a preset (`production`); in debug mode `debug`, or debug output over the one named."""
     from lockstep.config.load import load as load_config
 
-    return Config(load_config("llama", preset=preset or ("debug" if debug_mode else "production")).config)
+    flags: list[Flag] = []
+    if debug_mode:
+        preset, flags = with_debug(preset, flags)
+    return Config(load_config("llama", preset=preset, flags=flags).config)
 
 
 class Config:
     """A configuration, read-only: sections are attributes (`config.training.max_steps`), `replace` makes another."""
 
     def __init__(self, resolved: RunConfig) -> None:
-        self._resolved = resolved
+        object.__setattr__(self, "_resolved", resolved)
+
+    if TYPE_CHECKING:
+        _resolved: RunConfig
+    else:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            from lockstep.config.section import read_only
+
+            raise read_only(name)
 
     def __getattr__(self, section: str) -> Any:
         if section.startswith("_"):
@@ -157,7 +253,7 @@ class Config:
         """The same with some values changed: `replace(training={"max_steps": 5}, **{"system.seed": 7})`."""
         from lockstep.config.load import replaced
 
-        return Config(replaced(self._resolved, overrides))
+        return Config(replaced(self._resolved, overrides).config)
 
     def validate(self) -> None:
         """Raise LockstepError unless the sizes fit together too; types and ranges were checked when it was made."""

@@ -84,15 +84,34 @@ class Parser(argparse.ArgumentParser):
             else:
                 group.add_argument(short.name, action="store_true", help=short.help)
 
+    def no_such_flag(self, flag: str, others: Sequence[str] = ()) -> ConfigError:
+        """A refusal that names the flag most like it."""
+        near = difflib.get_close_matches(flag, [*self.takes_value, *self.shorts, *others], n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
+        return ConfigError(f"no such flag of {self.prog}", where=flag[:200], hint=hint)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where=self.prog, hint=f"{self.prog} --help")
 
 
-def parse(verb: str, about: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[Setting]]:
+def parse(
+    verb: str, about: str, words: Sequence[str], setting_words: Callable[[], set[str]]
+) -> tuple[argparse.Namespace, list[Setting]]:
     """The words after a verb, understood: its own arguments, and settings."""
     parser = Parser(verb, about)
     ARGUMENTS[verb](parser)
+    return understand(parser, words, setting_words)
+
+
+def understand(
+    parser: Parser, words: Sequence[str], setting_words: Callable[[], set[str]]
+) -> tuple[argparse.Namespace, list[Setting]]:
+    """A command line as the parser's own arguments and settings; a word that is neither is a slip in a flag."""
     flags, settings = split(parser, words)
+    for word, _ in settings:
+        flag = f"--{word.replace('_', '-')}"
+        if "." not in word and flag not in parser.shorts and word.replace("-", "_") not in (known := setting_words()):
+            raise parser.no_such_flag(flag, [f"--{name.replace('_', '-')}" for name in known])
     return parser.parse_args(flags), settings
 
 
@@ -131,12 +150,7 @@ def _take_flag(parser: Parser, word: str, rest: list[str], flags: list[str], set
         return
     short = parser.shorts.get(name)
     if short is None and not parser.settings:
-        near = difflib.get_close_matches(name, list(parser.takes_value), n=1)
-        raise ConfigError(
-            f"no such flag of {parser.prog}",
-            where=name,
-            hint=f"did you mean {near[0]}?" if near else f"{parser.prog} --help",
-        )
+        raise parser.no_such_flag(name)
     value: str | None = text if equals else None
     if value is None and _follows(short, rest):
         value = rest.pop(0)

@@ -2,85 +2,60 @@
 
 from __future__ import annotations
 
-import io
-import os
+import itertools
 import sys
-import tempfile
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import __version__
+from lockstep import __version__, guard
+from lockstep.api import setting_words
 from lockstep.arguments import Setting, parse
-from lockstep.errors import ConfigError, ExitCode, LockstepError, Stopped
+from lockstep.errors import ConfigError, ExitCode, LockstepError, OutputError
+from lockstep.guard import say
 from lockstep.registry import suggest
 from lockstep.runtime import env
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
-BROKEN_PIPE = 141  # what a shell reports for a command whose reader went away
 Verb = Callable[[Namespace, list[Setting]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code and never raises for the user's mistakes."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        _speak_utf8()
-        _hide_tokens(words)
-        code = _run(words)
-        sys.stdout.flush()
-        return code
-    except Stopped as stopped:
-        _complain(str(stopped), kind="")
-        return int(stopped.exit_code)
-    except LockstepError as error:
-        _complain(str(error))
-        return int(error.exit_code)
-    except SystemExit as done:  # argparse has shown its help
-        return done.code if isinstance(done.code, int) else int(ExitCode.DONE)
-    except KeyboardInterrupt:
-        _complain("interrupted", kind="")
-        return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
-        return BROKEN_PIPE
-    except ModuleNotFoundError as error:
-        if (error.name or "lockstep").partition(".")[0] == "lockstep":
-            return _report_crash(error, words)
-        _complain(
-            f"{sys.executable} has no package {error.name!r}\n  try: {sys.executable} -m pip install lockstep-train"
-        )
-        return int(ExitCode.FAILED)
-    except Exception as error:
-        return _report_crash(error, words)
+    return guard.run(lambda: _run(words), words)
+
+
+def entry() -> None:
+    """The program `lockstep`."""
+    guard.leave(main)
 
 
 def _run(words: list[str]) -> int:
     if not words:
         from lockstep.home import home
 
-        print(home())
+        say(home())
         return ExitCode.DONE
     if words[0] in ("--version", "-V"):
-        print(f"lockstep {__version__}")
+        say(f"lockstep {__version__}")
         return ExitCode.DONE
     if words[0] in ("--help", "-h", "help"):
-        print(usage())
+        say(usage())
         return ExitCode.DONE
     verb, rest = words[0], words[1:]
     if verb == "config":
         if not rest or rest[0] in ("--help", "-h"):
-            print(usage("config "))
+            say(usage("config "))
             return ExitCode.DONE if rest else ExitCode.USAGE
         verb, rest = f"config {rest[0]}", rest[1:]
     if verb not in VERBS:
         raise ConfigError(f"no command {verb[:80]!r}", hint=suggest(verb, sorted(VERBS)))
     about, run = VERBS[verb]
-    return run(*parse(verb, about, rest))
+    return run(*parse(verb, about, rest, setting_words))
 
 
 def usage(start: str = "") -> str:
@@ -96,11 +71,15 @@ def usage(start: str = "") -> str:
 
 def train(arguments: Namespace, settings: list[Setting]) -> int:
     """Train, or show what would be trained."""
+    from lockstep.runtime.devices import check_asked
+
     loaded = _resolve(arguments, settings)
+    check_asked(loaded.config.system)
     if arguments.dry_run:
+        from lockstep.api import sizes
         from lockstep.config.show import show
 
-        print(show(loaded, only_set=True), _sizes(loaded), sep="\n\n")
+        say(show(loaded, only_set=True), "", sizes(loaded))
         return ExitCode.DONE
     return _start(loaded)
 
@@ -109,9 +88,12 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
     """Go on with a run, with the settings it was started with."""
     from lockstep.config.load import load_run
     from lockstep.home import find_run, root_of
+    from lockstep.runtime.devices import check_asked
 
     path = find_run(arguments.run)
-    return _start(load_run(root_of(path), [*settings, ("checkpoint.resume", str(path))]))
+    loaded = load_run(root_of(path), [*settings, ("checkpoint.resume", str(path))])
+    check_asked(loaded.config.system)
+    return _start(loaded)
 
 
 def _start(loaded: Loaded) -> int:
@@ -131,7 +113,7 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
         from lockstep.data import cache
 
         removed = [f"{root / name}" for root in roots for name in cache.clean(root)]
-        print("\n".join(f"Removed {name}" for name in removed) or "Nothing to remove")
+        say("\n".join(f"Removed {name}" for name in removed) or "Nothing to remove")
         return ExitCode.DONE
     if arguments.list or arguments.verify:
         return _show_datasets(roots, verify=arguments.verify)
@@ -143,7 +125,7 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
 
     setup_logging(level=loaded.config.debug.log_level)
     for notice in loaded.notices:
-        print(notice)
+        say(notice)
     planned = plan(loaded, torch.device("cpu"))
     prepare_data(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
     return ExitCode.DONE
@@ -163,9 +145,9 @@ def _show_datasets(roots: list[Path], *, verify: bool) -> int:
             except LockstepError as error:
                 damaged += 1
                 state = f"  DAMAGED: {error}"
-        print(f"{entry.folder}  {entry.bytes / 2**20:.1f} MiB  {entry.meta.get('source', '')}{state}")
+        say(f"{entry.folder}  {entry.bytes / 2**20:.1f} MiB  {entry.meta.get('source', '')}{state}")
     if not found:
-        print(f"No prepared dataset in {' or '.join(str(root) for root in roots)}")
+        say(f"No prepared dataset in {' or '.join(str(root) for root in roots)}")
     return ExitCode.DATA if damaged else ExitCode.DONE
 
 
@@ -178,22 +160,27 @@ def sample(arguments: Namespace, _: list[Setting]) -> int:
     options = SampleOptions(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
     from lockstep.engine.inference import sample_run
 
-    print(sample_run(path, arguments.prompt, options))
+    say(sample_run(path, arguments.prompt, options))
     return ExitCode.DONE
 
 
 def export(arguments: Namespace, _: list[Setting]) -> int:
     """Hand a trained model to other programs."""
-    from lockstep.config.renames import DTYPES, dtype
+    from lockstep.config.renames import dtype
     from lockstep.home import find_run, root_of
 
     path, kind = find_run(arguments.run), dtype(arguments.dtype)
     if kind is None:
-        raise ConfigError(f"got {arguments.dtype[:40]!r}", where="--dtype", hint=suggest(arguments.dtype, list(DTYPES)))
+        raise ConfigError(f"got {arguments.dtype[:40]!r}", where="--dtype", hint="one of fp32, bf16, fp16")
     folder = Path(arguments.folder) if arguments.folder else root_of(path) / "hf"
+    if _is_taken(folder):
+        others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+        free = next(other for other in others if not _is_taken(other))
+        hint = f"lockstep export {arguments.run} {free} --to hf"
+        raise OutputError("exists and is not empty", where=str(folder), hint=hint)
     from lockstep.engine.inference import export_run
 
-    print(f"Exported to {export_run(path, folder, kind)}")
+    say(f"Exported to {export_run(path, folder, kind)}")
     return ExitCode.DONE
 
 
@@ -201,7 +188,7 @@ def config_list(_: Namespace, __: list[Setting]) -> int:
     """Show the presets."""
     from lockstep.config.show import list_presets
 
-    print(list_presets())
+    say(list_presets())
     return ExitCode.DONE
 
 
@@ -210,7 +197,7 @@ def config_show(arguments: Namespace, settings: list[Setting]) -> int:
     from lockstep.config.show import show, show_json
 
     loaded = _resolve(arguments, settings)
-    print(show_json(loaded) if arguments.json else show(loaded, only_set=arguments.set))
+    say(show_json(loaded) if arguments.json else show(loaded, only_set=arguments.set))
     return ExitCode.DONE
 
 
@@ -219,16 +206,16 @@ def config_explain(arguments: Namespace, _: list[Setting]) -> int:
     from lockstep.config.show import explain
     from lockstep.models.shapes import KNOWN
 
-    print(explain(arguments.key, arguments.family, known_models=tuple(KNOWN)))
+    say(explain(arguments.key, arguments.family, known_models=tuple(KNOWN)))
     return ExitCode.DONE
 
 
 def config_validate(arguments: Namespace, settings: list[Setting]) -> int:
     """Check a file without running it."""
-    from lockstep.api import resolve
+    from lockstep.api import resolve, sizes
 
     loaded = resolve(arguments.family, preset=arguments.preset, file=Path(arguments.file), flags=settings)
-    print(*loaded.notices, f"{arguments.file}: fine over preset {loaded.preset}", _sizes(loaded), sep="\n")
+    say(*loaded.notices, f"{arguments.file}: fine over preset {loaded.preset}", sizes(loaded))
     return ExitCode.DONE
 
 
@@ -236,7 +223,7 @@ def config_schema(arguments: Namespace, _: list[Setting]) -> int:
     """Print the JSON Schema of configuration files, for editors."""
     from lockstep.config.show import schema
 
-    print(schema(arguments.family))
+    say(schema(arguments.family))
     return ExitCode.DONE
 
 
@@ -244,8 +231,12 @@ def init(arguments: Namespace, _: list[Setting]) -> int:
     """Put the documented scripts of a family into a folder."""
     from lockstep.families import init as put_scripts
 
-    for path in put_scripts(arguments.family, Path(arguments.folder)):
-        print(path)
+    folder = Path(arguments.folder)
+    if written := put_scripts(arguments.family, folder):
+        go_there = "" if folder == Path() else f"cd {folder} && "
+        say(*map(str, written), f"next: {go_there}bash run.sh --config test_config.json")
+    else:
+        say(f"Everything is already in {folder}")
     return ExitCode.DONE
 
 
@@ -253,7 +244,7 @@ def families(_: Namespace, __: list[Setting]) -> int:
     """List the families, which work today, and the commands their guides document."""
     from lockstep.families import families_table
 
-    print(families_table().rstrip())
+    say(families_table().rstrip())
     return ExitCode.DONE
 
 
@@ -278,90 +269,19 @@ VERBS: dict[str, tuple[str, Verb]] = {
 
 def _resolve(arguments: Namespace, settings: list[Setting]) -> Loaded:
     """The configuration of `FAMILY [PRESET|FILE] --preset --config --debug` and the settings."""
-    from lockstep.api import resolve
-    from lockstep.config.catalog import config_class
-    from lockstep.config.load import presets
-    from lockstep.config.reader import KINDS
+    from lockstep.api import preset_or_file, resolve, with_debug
 
-    config_class(arguments.family)
     preset: str | None = arguments.preset
     file = Path(arguments.config) if arguments.config is not None else None
-    if (what := arguments.what) is not None:
-        names = presets(arguments.family)
-        if what in names and preset in (None, what):
-            preset = what
-        elif file is None and (Path(what).suffix.lower() in KINDS or os.sep in what):
-            file = Path(what)
-        else:
-            problem = "a second preset or file" if what in names or file else "no preset or file"
-            raise ConfigError(f"{problem} {what[:200]!r}", where="PRESET|FILE", hint=suggest(what, names))
+    if arguments.what is not None:
+        preset, file = preset_or_file(arguments.family, arguments.what, preset=preset, file=file)
     if arguments.debug:
-        if preset not in (None, "debug"):
-            settings = [("debug.enabled", "true"), ("debug.log_level", "DEBUG"), *settings]
-        preset = preset or "debug"
+        preset, settings = with_debug(preset, settings)
     return resolve(arguments.family, preset=preset, file=file, flags=settings)
 
 
-def _sizes(loaded: Loaded) -> str:
-    """The resolved sizes; asks no hub."""
-    from lockstep.config.show import sizes
-    from lockstep.models import shapes
-
-    config, training = loaded.config, loaded.config.training
-    if shapes.known(config.model.model_path) is None and not Path(config.model.model_path).is_dir():
-        return "sizes: known once the model's own configuration has been fetched"
-    shape = shapes.resolve(config.model, context_length=training.context_length)
-    memory = shapes.memory_bytes(
-        shape,
-        batch_size=training.batch_size,
-        context_length=training.context_length,
-        dtype_name=training.precision if training.precision in shapes.ITEM_BYTES else "bf16",
-        checkpointing=config.system.gradient_checkpointing,
-        compiled=False,
-    )
-    return sizes(
-        parameters=shape.parameters(),
-        tokens_per_step=training.batch_size * training.grad_accum_nums * training.context_length,
-        memory_bytes=memory.total,
-        state_bytes=memory.states,
-    )
-
-
-def _speak_utf8() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-
-
-def _hide_tokens(words: Sequence[str]) -> None:
-    """A token on the command line is a secret from the first moment."""
-    for index, word in enumerate(words):
-        name, equals, text = word.partition("=")
-        if name.lstrip("-").replace("-", "_").rpartition(".")[2] == "hf_token":
-            env.hide(text if equals else "".join(words[index + 1 : index + 2]))
-
-
-def _complain(text: str, *, kind: str = "error: ") -> None:
-    print(env.redact(f"lockstep: {kind}{text}"), file=sys.stderr)
-
-
-def _report_crash(error: Exception, words: Sequence[str]) -> int:
-    """An error nobody foresaw: a short block for the user, the traceback in a file for whoever mends it."""
-    text = env.redact("".join(traceback.format_exception(error)))
-    if "--debug" in words or env.get("LOCKSTEP_TRACEBACK") == "1":
-        print(text, file=sys.stderr)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    lines = [
-        f"unexpected {type(error).__name__}: {str(error)[:300]}",
-        f"  at {frame.filename}:{frame.lineno} ({frame.name})",
-    ]
+def _is_taken(folder: Path) -> bool:
     try:
-        descriptor, path = tempfile.mkstemp(prefix="lockstep-crash-", suffix=".txt")
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"lockstep {__version__}, Python {sys.version}\n{env.redact(' '.join(words))}\n\n{text}")
-        lines.append(f"  full traceback: {path}")
-    except OSError:
-        lines.append("  LOCKSTEP_TRACEBACK=1 shows the full traceback")
-    lines.append("  this is a fault of lockstep, not of your settings: please report it with that traceback")
-    _complain("\n".join(lines), kind="")
-    return int(ExitCode.FAILED)
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise OutputError(f"cannot be used: {error.strerror or error}", where=str(folder)[:300]) from error

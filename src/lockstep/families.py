@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError, NotFoundError, OutputError
+from lockstep.registry import suggest
 
 INTERPRETER_FILE = ".lockstep-python"  # tells the copied shell scripts which interpreter has lockstep
 
@@ -45,6 +46,15 @@ FAMILIES = {
 }
 
 
+def refusal(family: str) -> ConfigError:
+    """Why a family cannot be used: planned, or never heard of."""
+    ready = [name for name, entry in FAMILIES.items() if entry.folder]
+    if family in FAMILIES:
+        hint = f"lockstep families; {', '.join(ready)} works today"
+        return ConfigError(f"family {family!r} is not built yet", where="FAMILY", hint=hint)
+    return ConfigError(f"unknown family {family[:80]!r}", where="FAMILY", hint=suggest(family, ready))
+
+
 def doors_folder() -> Path:
     """Where the documented scripts lie: in the wheel beside this file, or in the checkout."""
     beside = Path(__file__).parent / "doors"
@@ -55,10 +65,7 @@ def init(family: str, folder: Path) -> list[Path]:
     """Copy the scripts of a family into a folder; returns the new files. Refuses to change a file that is there."""
     known = FAMILIES.get(family)
     if known is None or not known.folder:
-        ready = ", ".join(name for name, entry in FAMILIES.items() if entry.folder)
-        raise ConfigError(
-            f"no scripts for {family!r}: {'not built yet' if known else 'unknown family'}", hint=f"one of {ready}"
-        )
+        raise refusal(family)
     source = doors_folder() / known.folder
     if not source.is_dir():
         raise NotFoundError("the scripts are missing from this installation", where=str(source))

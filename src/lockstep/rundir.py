@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, OutputError
 
 MANIFEST = "manifest.json"
+LATEST = "latest"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}")
 HASH_CHUNK_BYTES = 1 << 22
 
@@ -75,15 +78,14 @@ class RunDir:
 
 
 def create_run(out: Path, name: str) -> RunDir:
-    """A new run folder under `out`, and `latest` pointing to it. Refuses a folder that holds a run already."""
+    """A new run folder under `out`. Refuses a folder that holds a run already."""
+    if name == LATEST:
+        raise ConfigError(f"run name {name!r} is the link to the newest run", hint="another --name")
     root = out / check_name(name)
     if root.exists():
         raise ConfigError(f"run {name!r} exists already in {out}", hint=f"lockstep resume {root}, or another --name")
     try:
         root.mkdir(parents=True)
-        link = out / f"latest.tmp-{uuid.uuid4().hex[:8]}"
-        link.symlink_to(name)
-        link.replace(out / "latest")
     except OSError as error:
         raise OutputError(
             f"cannot create the run folder: {error.strerror or error}",
@@ -91,6 +93,29 @@ def create_run(out: Path, name: str) -> RunDir:
             hint="--out DIR, a folder you can write to",
         ) from error
     return RunDir(root)
+
+
+def point_latest(run: RunDir) -> None:
+    """Let `latest` beside the run folder lead to it; a name of the user's own there is left alone."""
+    link = run.root.parent / LATEST
+    if link.is_symlink() or not link.exists():
+        temporary = link.with_name(f"{LATEST}.tmp-{uuid.uuid4().hex[:8]}")
+        temporary.symlink_to(run.root.name)
+        temporary.replace(link)
+
+
+def probe(folder: Path, *, key: str) -> None:
+    """Make sure that files can be written to a folder, before anything depends on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"cannot write here: {error.strerror or error}",
+            where=str(folder),
+            hint=f"{key}=DIR, a folder you can write to",
+        ) from error
 
 
 def timestamp() -> str:
@@ -177,26 +202,41 @@ def seal(folder: Path) -> None:
         fsync_path(path)
 
 
-def verify(folder: Path, *, content: bool = True) -> None:
-    """Raise DataError, naming the file, unless the folder is exactly what its manifest says."""
+def verify(folder: Path, *, content: bool = True, required: Sequence[str] = ()) -> None:
+    """Raise DataError, naming the file, unless the folder is what its manifest says and holds what is required."""
     manifest = folder / MANIFEST
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except FileNotFoundError:
-        raise DataError("no manifest: the save did not finish", where=str(folder)) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"unreadable manifest ({error})", where=str(manifest)) from None
-    for name, (size, digest) in expected.items():
-        path = folder / name
+        expected = _read_manifest(manifest)
+        for name in required:
+            if name not in expected:
+                raise DataError(f"the manifest does not name {name}", where=str(manifest))
+        for name, (size, digest) in expected.items():
+            _verify_file(folder / name, size, digest if content else "")
+    except FileNotFoundError as error:
+        if Path(error.filename or "") == manifest:
+            raise DataError("no manifest: the save did not finish", where=str(folder)) from None
+        raise DataError("missing file", where=str(error.filename)) from None
+    except (OSError, RecursionError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(folder)) from None
+
+
+def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        entries = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"unreadable manifest ({error})", where=str(path)) from None
+    for name in entries:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise DataError(f"manifest names a file outside the folder: {name!r}", where=str(manifest))
-        if not path.is_file():
-            raise DataError("missing file", where=str(path))
-        if path.stat().st_size != size:
-            raise DataError(f"{path.stat().st_size} bytes, the manifest says {size}", where=str(path))
-        if content and sha256(path) != digest:
-            raise DataError("content does not match its SHA-256", where=str(path))
+            raise DataError(f"manifest names a file outside the folder: {name!r}", where=str(path))
+    return entries
+
+
+def _verify_file(path: Path, size: int, digest: str) -> None:
+    if path.stat().st_size != size:
+        raise DataError(f"{path.stat().st_size} bytes, the manifest says {size}", where=str(path))
+    if digest and sha256(path) != digest:
+        raise DataError("content does not match its SHA-256", where=str(path))
 
 
 def sweep(folder: Path) -> list[str]:
@@ -211,13 +251,12 @@ def sweep(folder: Path) -> list[str]:
 
 
 def io_error(error: OSError, path: Path, *, doing: str) -> LockstepError:
-    """An OSError as a user should read it: what, where, how much room there is."""
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f" ({shutil.disk_usage(path if path.exists() else path.parent).free / 2**20:.0f} MiB free)"
-    return LockstepError(
-        f"{doing} failed: {error.strerror or error}{free}",
-        where=str(path),
-        hint="free some space or use --out",
-        exit_code=ExitCode.IO,
-    )
+    """An OSError as a user should read it: what, where, and for a full disk how much room there is."""
+    free, hint = "", f"make {path.parent} writable, or name another folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
+        hint = "free some space, or name a folder on another disk"
+        with contextlib.suppress(OSError):
+            place = next(parent for parent in (path, *path.parents) if parent.exists())
+            free = f" ({shutil.disk_usage(place).free / 2**20:.0f} MiB free)"
+    what = f"{doing} failed: {error.strerror or error}{free}"
+    return LockstepError(what, where=str(path), hint=hint, exit_code=ExitCode.IO)

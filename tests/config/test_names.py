@@ -81,3 +81,15 @@ def test_a_symlink_that_leads_out_is_not_followed(tmp_path: Path) -> None:
         with pytest.raises(LockstepError):
             create_run(out, name)
     assert not list(outside.iterdir())
+
+
+def test_a_configuration_is_named_after_its_file_or_its_preset(tmp_path: Path) -> None:
+    from lockstep.rundir import check_name
+
+    assert load("llama", preset="tiny").name == "tiny"
+    assert load("llama").name == "production"
+    for name, expected in (("test_config.json", "test_config"), ("my run (2).v1.yaml", "my-run-2-v1"), ("é.json", "-")):
+        (tmp_path / name).write_text("{}")
+        loaded = load("llama", preset="tiny", file=tmp_path / name)
+        assert (loaded.name, loaded.preset) == (expected, "tiny")
+        check_name(f"llama-{loaded.name}-x")

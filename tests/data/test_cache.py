@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import random
-import signal
 import stat
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -21,24 +15,8 @@ import pytest
 from lockstep.data import cache
 from lockstep.data.cache import Table, check, clean, entries, key_of, open_or_build, write_table
 from lockstep.errors import DataError, ExitCode, LockstepError, OutputError
-from lockstep.rundir import MANIFEST, seal
-from tests.data.stand_in import Plain
-
-KEY = key_of({"a": 1})
-ROWS = 400
-
-
-def fill(folder: Path) -> None:
-    """A builder of a small cache."""
-    for name in ("train", "validation"):
-        tokens = np.arange(ROWS * 33, dtype=np.int32).reshape(ROWS, 33)
-        write_table(folder / name, [{"tokens": tokens}], columns=Plain.columns, stored={"tokens": "uint16"})
-    (folder / "meta.json").write_text(json.dumps({"source": "numbers"}), encoding="utf-8")
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
+from lockstep.rundir import MANIFEST, seal, verify
+from tests.data.small_cache import COLUMNS, KEY, ROWS, content, fill, never
 
 # ----------------------------------------------------------------------------------------------------- tables
 
@@ -46,7 +24,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_table_streams_in_and_reads_back(tmp_path: Path) -> None:
     blocks = [np.random.default_rng(i).integers(0, 60_000, (i + 1, 7), dtype=np.int32) for i in range(20)]
     rows = write_table(
-        tmp_path / "t", ({"tokens": block} for block in blocks), columns=Plain.columns, stored={"tokens": "uint16"}
+        tmp_path / "t", ({"tokens": block} for block in blocks), columns=COLUMNS, stored={"tokens": "uint16"}
     )
     table = Table(tmp_path / "t")
     expected = np.concatenate(blocks)
@@ -75,16 +53,16 @@ def test_columns_of_several_kinds(tmp_path: Path) -> None:
 def test_an_id_that_does_not_fit_is_never_written(tmp_path: Path) -> None:
     block = {"tokens": np.full((1, 4), 70_000, np.int32)}
     with pytest.raises(AssertionError, match="too narrow"):
-        write_table(tmp_path / "t", [block], columns=Plain.columns, stored={"tokens": "uint16"})
+        write_table(tmp_path / "t", [block], columns=COLUMNS, stored={"tokens": "uint16"})
 
 
 def test_an_empty_table(tmp_path: Path) -> None:
-    assert write_table(tmp_path / "t", [], columns=Plain.columns, stored={}) == 0
+    assert write_table(tmp_path / "t", [], columns=COLUMNS, stored={}) == 0
     assert Table(tmp_path / "t").rows == 0
 
 
 def test_a_pickle_in_a_column_is_not_opened(tmp_path: Path) -> None:
-    write_table(tmp_path / "t", [], columns=Plain.columns, stored={})
+    write_table(tmp_path / "t", [], columns=COLUMNS, stored={})
     np.save(tmp_path / "t" / "tokens.npy", np.array([{"a": 1}], object), allow_pickle=True)
     with pytest.raises(DataError, match="readable"):
         Table(tmp_path / "t")
@@ -99,10 +77,6 @@ def test_built_once_then_opened(tmp_path: Path) -> None:
     assert folder == tmp_path / "new" / "root" / KEY
     assert open_or_build(KEY, [tmp_path / "new" / "root"], never) == (folder, False)
     assert Table(folder / "train").rows == ROWS
-
-
-def never(folder: Path) -> None:
-    raise AssertionError("must not be built")
 
 
 def test_the_same_key_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -204,6 +178,42 @@ def test_a_damaged_manifest_is_rebuilt(tmp_path: Path, caplog: pytest.LogCapture
     assert "manifest" in caplog.text
 
 
+def sealed_again(folder: Path) -> None:
+    """A manifest that fits what is there now."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    seal(folder)
+    verify(folder)
+
+
+@pytest.mark.parametrize("gone", ["all", "meta.json", "tokenizer.json", "train/rows.json", "validation/tokens.npy"])
+def test_a_manifest_that_names_too_little_is_rebuilt(
+    tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a run would stop on is found at the opening, and repaired."""
+    folder, _ = open_or_build(KEY, [tmp_path], fill)
+    whole = content(folder)
+    for name in whole if gone == "all" else [gone]:
+        (folder / name).unlink()
+    sealed_again(folder)
+    with pytest.raises(DataError):
+        check(folder)
+    assert open_or_build(KEY, [tmp_path], fill) == (folder, True)
+    assert content(folder) == whole
+    assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "described", ["[]", "[" * 100_000, '{"rows": 399, "columns": {"tokens": "int32"}}', '{"rows": 400, "columns": 7}']
+)
+def test_a_sealed_cache_that_is_no_table_is_rebuilt(tmp_path: Path, described: str) -> None:
+    folder, _ = open_or_build(KEY, [tmp_path], fill)
+    (folder / "train" / "rows.json").write_text(described, encoding="utf-8")
+    sealed_again(folder)
+    with pytest.raises(DataError, match="table"):
+        check(folder)
+    assert open_or_build(KEY, [tmp_path], fill) == (folder, True)
+
+
 def test_an_older_place_is_read_and_never_written(tmp_path: Path) -> None:
     old, new = tmp_path / "cache", tmp_path / ".cache"
     folder, _ = open_or_build(KEY, [old], fill)
@@ -214,41 +224,6 @@ def test_an_older_place_is_read_and_never_written(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- places that are odd
-
-
-AS_NOBODY = """
-import os, sys
-from pathlib import Path
-from lockstep.data.cache import open_or_build
-from lockstep.errors import LockstepError
-if os.geteuid() == 0:  # root ignores modes
-    os.setgid(65534); os.setuid(65534)
-def fill(folder): (folder / "x").write_text("x")
-try:
-    print(open_or_build(sys.argv[2], [Path(sys.argv[1])], fill)[1])
-except LockstepError as error:
-    print(int(error.exit_code), error)
-"""
-
-
-def test_read_only_places() -> None:
-    """Faults row 30: a complete cache may be read-only; an incomplete one is refused at once, naming the place."""
-    with tempfile.TemporaryDirectory() as top:  # pytest's own folders are closed to other users
-        root = Path(top) / "root"
-        open_or_build(KEY, [root], fill)
-        Path(top).chmod(0o755)
-        root.chmod(0o555)
-        command = [sys.executable, "-c", AS_NOBODY, str(root)]
-        opened = subprocess.run([*command, KEY], capture_output=True, text=True, check=True)
-        refused = subprocess.run([*command, key_of({"a": 2})], capture_output=True, text=True, check=True)
-        root.chmod(0o755)
-        Path(top).chmod(0o700)
-        hidden = subprocess.run([*command, KEY], capture_output=True, text=True, check=True)
-    assert opened.stdout == "False\n"
-    assert refused.stdout.startswith(f"73 {root}: ")
-    assert "DATASET_CACHE_DIR" in refused.stdout
-    if os.geteuid() == 0:
-        assert hidden.stdout.startswith(f"73 {root}: ")
 
 
 def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
@@ -292,81 +267,6 @@ def test_modes_follow_the_umask(tmp_path: Path, umask: int, file_mode: int, fold
         assert stat.S_IMODE(path.stat().st_mode) == (folder_mode if path.is_dir() else file_mode), path
 
 
-# ---------------------------------------------------------------------------------------- several processes
-
-BUILDER = """
-import logging, sys, time
-from pathlib import Path
-from lockstep.data.cache import open_or_build
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-def fill(folder):
-    (folder / "data").write_text("x" * 1000)
-    print("building", flush=True)
-    time.sleep(float(sys.argv[3]))
-print("built" if open_or_build(sys.argv[2], [Path(sys.argv[1])], fill)[1] else "opened", flush=True)
-"""
-
-
-def start(root: Path, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILDER, str(root), KEY, str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def test_one_builds_and_the_other_waits_for_it(tmp_path: Path) -> None:
-    """Item 36 and faults row 29, with two processes."""
-    builder = start(tmp_path, 1.0)
-    assert builder.stdout is not None
-    assert builder.stdout.readline() == "building\n"
-    waiter = start(tmp_path, 0.0)
-    waited, _ = waiter.communicate(timeout=30)
-    built, _ = builder.communicate(timeout=30)
-    assert built == "built\n"
-    assert f"waiting for process {builder.pid} on " in waited
-    assert waited.endswith("opened\n")
-    assert (builder.returncode, waiter.returncode) == (0, 0)
-
-
-def test_a_killed_builder_is_replaced(tmp_path: Path) -> None:
-    """Items 37 and 39: no half cache, the lock is free at once, the leftovers are swept."""
-    builder = start(tmp_path, 60.0)
-    assert builder.stdout is not None
-    builder.stdout.readline()
-    builder.send_signal(signal.SIGKILL)
-    builder.communicate()
-    assert list(tmp_path.glob(f"{KEY}.tmp-*"))
-    assert not (tmp_path / KEY).exists()
-    begun = time.perf_counter()
-    folder, built = open_or_build(KEY, [tmp_path], fill)
-    assert built
-    assert time.perf_counter() - begun < 2
-    assert not list(tmp_path.glob("*.tmp-*"))
-    check(folder)
-
-
-@pytest.mark.slow
-def test_eight_at_once_with_kills(tmp_path: Path) -> None:
-    """Faults row 29: eight start together, whoever builds is killed at a random moment, another builds, none hangs."""
-    random.seed(1)
-    killed = 0
-    for attempt in range(12):
-        root = tmp_path / str(attempt)
-        processes = {process.pid: process for process in (start(root, 0.4) for _ in range(8))}
-        while not (root / f"{KEY}.builder").exists():
-            time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.4))
-        with contextlib.suppress(FileNotFoundError):
-            victim = processes.pop(json.loads((root / f"{KEY}.builder").read_text(encoding="utf-8"))["pid"])
-            victim.send_signal(signal.SIGKILL)
-            killed += victim.wait() == -signal.SIGKILL
-            victim.communicate()
-        outputs = [process.communicate(timeout=60)[0] for process in processes.values()]
-        assert all(out.endswith(("built\n", "opened\n")) for out in outputs)
-        assert sum(out.endswith("built\n") for out in outputs) == 1 or not killed
-        assert (root / KEY / "data").read_text(encoding="utf-8") == "x" * 1000
-        assert not list(root.glob("*.tmp-*"))
-    assert killed >= 6
-
-
 # ---------------------------------------------------------------------------------------------- housekeeping
 
 
@@ -407,22 +307,3 @@ def test_clean_removes_only_what_we_made(tmp_path: Path) -> None:
     assert {path.name for path in root.iterdir()} == theirs | {"1" * 40}
     assert outside.is_dir()
     assert clean(tmp_path / "nowhere") == []
-
-
-def test_clean_leaves_what_is_being_built(tmp_path: Path) -> None:
-    builder = start(tmp_path, 0.7)
-    assert builder.stdout is not None
-    builder.stdout.readline()
-    assert clean(tmp_path) == []
-    assert builder.communicate(timeout=30)[0] == "built\n"
-
-
-def test_a_sealed_folder_with_other_rows_is_still_checked(tmp_path: Path) -> None:
-    """A manifest that fits files which are no table: opened as a table it is refused, not crashed on."""
-    folder = tmp_path / KEY
-    (folder / "train").mkdir(parents=True)
-    (folder / "train" / "rows.json").write_text("[]", encoding="utf-8")
-    seal(folder)
-    check(folder)
-    with pytest.raises(DataError):
-        Table(folder / "train")

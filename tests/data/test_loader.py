@@ -139,13 +139,24 @@ def test_workers_stay_within_the_prefetch(numbers: Table) -> None:
 
 
 def test_validation_is_always_the_same(numbers: Table) -> None:
-    first, second = (validation_batches(numbers, Plain(), micro_rows=4, count=3, seed=1) for _ in range(2))
+    first, second = (validation_batches(numbers, Plain(), micro_rows=4, rows=12, seed=1) for _ in range(2))
     assert same([first], [second])
     assert torch.cat([batch.tensors["ids"] for batch in first]).tolist() == list(range(12))
     assert all((batch.tensors["epochs"] == 0).all() for batch in first)
 
 
 def test_validation_of_a_small_table_ends_with_a_short_batch(numbers: Table) -> None:
-    batches = validation_batches(numbers, Plain(), micro_rows=10, count=8, seed=1)
+    batches = validation_batches(numbers, Plain(), micro_rows=10, rows=80, seed=1)
     assert [batch.rows for batch in batches] == [10, 10, 3]
     assert np.concatenate([batch.tensors["ids"] for batch in batches]).tolist() == list(range(23))
+
+
+@pytest.mark.parametrize("micro_rows", [1, 3, 8, 16, 100])
+def test_validation_is_one_batch_however_it_is_cut(numbers: Table, micro_rows: int) -> None:
+    """Rows, slots and draws: also an objective that draws at random sees the same validation."""
+    parts = validation_batches(numbers, Plain(), micro_rows=micro_rows, rows=16, seed=1)
+    (whole,) = validation_batches(numbers, Plain(), micro_rows=16, rows=16, seed=1)
+    for name in ("ids", "epochs", "slots", "tokens"):
+        assert torch.equal(torch.cat([part.tensors[name] for part in parts]), whole.tensors[name])
+    assert all(torch.equal(part.tensors["draw"], whole.tensors["draw"]) for part in parts)
+    assert sum(part.weights["loss"] for part in parts) == whole.weights["loss"]

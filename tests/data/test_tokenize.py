@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -134,3 +135,52 @@ def test_a_bad_file_is_one_message(tmp_path: Path, content: bytes) -> None:
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         load_tokenizer(tmp_path)
+
+
+def words(path: Path, vocab: dict[str, int], **changed: object) -> Path:
+    """A tokenizer.json of whole words, with parts of it replaced."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models
+
+    tree = json.loads(Library(models.WordLevel(vocab=vocab, unk_token="<none>")).to_str())
+    path.write_text(json.dumps(tree | changed), encoding="utf-8")
+    return path
+
+
+def test_the_vocabulary_ends_after_the_highest_id(tmp_path: Path) -> None:
+    """Two entries and ids up to 7: a model of 2 words would be handed a 7."""
+    tokenizer = load_tokenizer(words(tmp_path / "t.json", {"a": 3, "</s>": 7}))
+    assert (tokenizer.vocab_size, tokenizer.separator) == (8, 7)
+    assert tokenizer.encode(["a"])[0].tolist() == [3]
+
+
+def test_a_word_without_an_id_is_one_message(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(words(tmp_path / "t.json", {"a": 0, "</s>": 1}))
+    with pytest.raises(DataError, match="UNK") as caught:
+        tokenizer.encode(["a", "b"])
+    assert caught.value.where == str(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize(("charsmap", "when"), [(b"", "loading"), (b"\x04\0\0\0abcd", "encoding")])
+def test_a_panic_of_the_library_is_one_message(tmp_path: Path, charsmap: bytes, when: str) -> None:
+    """A panic is no Exception: nothing that catches errors would see it."""
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
+    file = words(tmp_path / "t.json", {"a": 0, "</s>": 1}, normalizer=normalizer)
+    tokenizer = load_tokenizer(file) if when == "encoding" else None
+    with pytest.raises(DataError) as caught:
+        tokenizer.encode(["a"]) if tokenizer else load_tokenizer(file)
+    assert type(caught.value.__cause__).__name__ == "PanicException"
+    assert caught.value.where == str(file)
+
+
+def test_an_interruption_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what is neither an error nor a panic passes."""
+
+    class Interrupted:
+        def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> None:
+            raise KeyboardInterrupt
+
+    tokenizer = train_bpe(TEXTS, 300)
+    monkeypatch.setattr(tokenizer, "_tokenizer", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode(["a"])

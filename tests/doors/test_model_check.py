@@ -222,6 +222,9 @@ def test_dry_run_shows_each_value_and_its_origin(door: Run, in_dir: Path) -> Non
     assert outcome.code == 0
     assert re.search(r"max_steps .*9 .*flag", outcome.out)
     assert re.search(r"num_layers .*8 .*custom_config\.json", outcome.out)
+    assert re.search(r"log_prefix .*colon.* script pretrain_main\.py", outcome.out)
+    assert "parameters        2,795," in outcome.out
+    assert "memory per GPU    " in outcome.out
     assert list(in_dir.iterdir()) == []
 
 
@@ -333,6 +336,8 @@ def test_prepare_dataset_builds_once_and_then_says_so(door: Run, in_dir: Path, m
     assert "[Cache] Saved to" in first.out
     second = door("prepare_dataset.py", "--config", TEST_CONFIG)
     assert second.code == 0
+    for line in ("Dataset: builtin", "Model: lockstep/tiny", "Context length: 128"):
+        assert first.out.splitlines().count(line) == second.out.splitlines().count(line) == 1
     assert re.search(r"\[Cache\] Loaded train data from cache \(\d+ tokens\)", second.out)
     other = door("prepare_dataset.py", "--config", TEST_CONFIG, "training.context_length=64")
     assert "[Cache] Saved to" in other.out, "another configuration is another dataset"

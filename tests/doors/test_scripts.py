@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep import compat
+from lockstep.report.logs import close_logging
 from lockstep.runtime import devices
 from lockstep.runtime.devices import idlest_gpu, visible_gpus
 from tests.doors.conftest import MODEL_CHECK
@@ -54,6 +55,14 @@ def test_train_gpu_sets_both_variables_and_passes_the_rest(python3: Path) -> Non
         answer.stderr
     )
     assert bash(script).stdout.startswith("CVD=0 RANK=0 ")
+    assert bash(script, "0,2").stdout.startswith("CVD=0,2 RANK=0,2 ")
+
+
+@pytest.mark.parametrize("word", ["three", "my_config.json", "0;", "1,", "model.num_layers=2", ""])
+def test_train_gpu_refuses_what_is_no_number(python3: Path, word: str) -> None:
+    answer = bash(str(MODEL_CHECK / "train_gpu.sh"), word, "--debug")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert f"got '{word}', expected the number of a GPU first" in answer.stderr
 
 
 def test_train_auto_gpu_takes_the_idlest(python3: Path, smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +72,20 @@ def test_train_auto_gpu_takes_the_idlest(python3: Path, smi: Smi, monkeypatch: p
         "Using GPU 5 (lowest utilization)",
         f"CVD=5 RANK=5 {MODEL_CHECK}/pretrain_main.py --debug",
     ], answer.stderr
+
+
+ONLY_DOCUMENTED = """#!/bin/sh
+[ "$*" = "--query-gpu=index,utilization.gpu --format=csv,noheader,nounits" ] || exit 6
+printf '0, 91\\n4, 7\\n5, 12\\n'
+"""
+
+
+def test_train_auto_gpu_with_an_nvidia_smi_that_knows_the_documented_query_only(python3: Path) -> None:
+    (python3 / "nvidia-smi").write_text(ONLY_DOCUMENTED, encoding="utf-8")
+    (python3 / "nvidia-smi").chmod(0o755)
+    answer = bash(str(MODEL_CHECK / "train_auto_gpu.sh"))
+    assert answer.stdout.splitlines()[0] == "Using GPU 4 (lowest utilization)", answer.stderr
+    assert answer.stdout.splitlines()[1].startswith("CVD=4 RANK=4 ")
 
 
 def test_train_auto_gpu_without_nvidia_smi(python3: Path) -> None:
@@ -144,7 +167,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_interpreter_without_the_package_prints_the_install_command(bare_python: Path, tmp_path: Path) -> None:
     for script in ("pretrain_main.py", "prepare_dataset.py"):
-        command = [str(bare_python), str(MODEL_CHECK / script), "--help"]
+        command = [str(bare_python), "-E", str(MODEL_CHECK / script), "--help"]  # -E: test.sh may have set PYTHONPATH
         answer = subprocess.run(command, capture_output=True, text=True)
         assert answer.returncode == 1
         assert f".venv/bin/python -m pip install -r {ROOT}/requirements.lock -e {ROOT}" in answer.stderr
@@ -166,8 +189,9 @@ def test_an_interpreter_without_the_package_prints_the_install_command(bare_pyth
 def test_an_interpreter_without_a_dependency_prints_the_install_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    close_logging()
     monkeypatch.setitem(sys.modules, "lockstep.config.load", None)  # what an import of it then raises: ImportError
-    monkeypatch.setattr("lockstep.compat.resolve", lambda *_: __import__("a_package_that_is_not_there"))
+    monkeypatch.setattr("lockstep.compat.resolve", lambda *_, **__: __import__("a_package_that_is_not_there"))
     assert compat.main("pretrain_main.py", []) == 1
     said = capsys.readouterr().err
     assert "a_package_that_is_not_there" in said

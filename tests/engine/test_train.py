@@ -81,14 +81,28 @@ def test_a_run_prints_writes_and_ends_as_documented(in_dir: Path, lockstep: Cli)
     assert list((run / "tb").iterdir())
 
 
-def test_first_loss_is_the_formula_and_a_wrong_one_is_said(in_dir: Path, lockstep: Cli) -> None:
-    """Science C2 at start-up, with a negative control: a width that lies about its std."""
-    lockstep("train", "llama", "tiny", "--max-steps", "1", *QUICK)
+def test_first_loss_is_the_formula_and_a_wrong_one_is_said(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Science C2 at start-up; negative control: a head drawn three times too wide."""
+    good = lockstep("train", "llama", "tiny", "--max-steps", "1", *QUICK)
     first = next(event for event in read_events(latest(in_dir) / "events.jsonl") if event["kind"] == "first_loss")
     assert first["expected"] == pytest.approx(math.log(512) + 64 * 0.02**2 / 2)
     assert first["loss"] == pytest.approx(first["expected"], abs=0.1)
-    wrong = lockstep("train", "llama", "tiny", "--max-steps", "1", *QUICK, "model.init_std=0.5")
-    assert "First loss" in wrong.out
+    assert "First loss" not in good.out
+    from lockstep.engine import build
+
+    make_model = build.make_model
+
+    def with_a_wide_head(plan: build.Plan, *, hooks: bool) -> build.Built:
+        built = make_model(plan, hooks=hooks)
+        with torch.no_grad():
+            built.model.get_parameter("output.weight").mul_(5)
+        return built
+
+    monkeypatch.setattr(build, "make_model", with_a_wide_head)
+    wrong = lockstep("train", "llama", "tiny", "--max-steps", "1", *QUICK, "training.batch_size=64")
+    assert re.search(r"First loss \d+\.\d{4}, expected 6\.25", wrong.out)
 
 
 @pytest.mark.parametrize("spelling", ["--max-steps", "--max_steps"])

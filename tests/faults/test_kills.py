@@ -42,17 +42,20 @@ def check_whole(path: Path) -> int:
     return step
 
 
+IN_PLACE = "step_00000000"
+
+
 class InPlace(Checkpointer):
     """The known bug: every save writes over the last one, in its place."""
 
     def save(self, step: int, state: State) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rundir, "publishing", lambda _final: contextlib.nullcontext(self.folder / "step_in_place"))
-            (self.folder / "step_in_place").mkdir(exist_ok=True)
+            patch.setattr(rundir, "publishing", lambda _final: contextlib.nullcontext(self.folder / IN_PLACE))
+            (self.folder / IN_PLACE).mkdir(exist_ok=True)
             super().save(step, state)
-        rundir.seal(self.folder / "step_in_place")
-        return self.folder / "step_in_place"
+        rundir.seal(self.folder / IN_PLACE)
+        return self.folder / IN_PLACE
 
 
 def serve(saver: type[Checkpointer]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lockstep.engine import checkpoint
+from lockstep.errors import LockstepError
 from tests.gates.training import run
 
 
@@ -37,8 +38,10 @@ SHORT = {"training.context_length": 16}  # half precision is slow on CPUs withou
 OVERFLOWS = "inf_grad@rank=0,step=2;inf_grad@rank=0,step=3"
 CASES = [
     Case("fp32", {}),
+    Case("fp32-in-flight", {"debug.digest_interval": 20}),  # no look between steps: one is always on its way
     Case("fp32-accumulate-dropout-prefetch", FOUR_PARTS),
     Case("fp32-epochs", {"data.max_train_samples": 60, "training.batch_size": 8, "training.patience": 15}),
+    Case("bf16-one", {**ONE_ROW, **SHORT, "training.precision": "bf16"}, steps=4),
     Case("bf16", {**FOUR_PARTS, **SHORT, "training.precision": "bf16"}, steps=6),
     Case("fp16-overflow", {**ONE_ROW, **SHORT, "training.precision": "fp16"}, steps=6, fault=OVERFLOWS),
 ]
@@ -77,7 +80,8 @@ def resumed(case: Case, folder: Path, step: int) -> list[tuple[Any, ...]]:
 def test_every_step_resumes_to_the_same_bits(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = straight(case, tmp_path / "whole", monkeypatch)
     assert len(whole) == case.steps
-    assert len({entry[4] for entry in whole}) >= case.steps - 2, "the digest must move with the weights"
+    if "debug.digest_interval" not in case.settings:
+        assert len({entry[4] for entry in whole}) >= case.steps - 2, "the digest must move with the weights"
     for step in range(1, case.steps):
         assert resumed(case, tmp_path / "whole", step) == whole[step:], f"resumed after step {step}"
 
@@ -133,6 +137,10 @@ def test_dropping_any_saved_field_breaks_the_gate(tmp_path: Path, monkeypatch: p
             damaged = _dropped(field)(state)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(checkpoint, "load", lambda _path, damaged=damaged: damaged)
-                if resumed(case, tmp_path / "whole", at) != whole[at:]:
+                try:
+                    seen = resumed(case, tmp_path / "whole", at) != whole[at:]
+                except LockstepError:
+                    seen = True  # refused: the counts do not agree
+                if seen:
                     unseen.remove(field)
     assert unseen == set()

@@ -15,6 +15,7 @@ from lockstep.engine import loop
 from lockstep.engine.build import assemble, plan
 from lockstep.engine.parts import Parts
 from lockstep.engine.resume import ResumePoint
+from lockstep.engine.train import rehearse
 from lockstep.rundir import RunDir
 from lockstep.runtime.signals import StopRequest
 
@@ -34,11 +35,7 @@ class Recorder:
             return
         scaler = self.parts.stepper.precision.scaler
         bits = (record.step, record.loss.hex(), record.grad_norm.hex(), record.lr.hex(), record.digest)
-        state = (
-            self.parts.progress.state_dict(),
-            scaler.state_dict() if scaler else None,
-            int(self.parts.stepper.optimizer.applied.item()),
-        )
+        state = (self.parts.progress.state_dict(), scaler.state_dict() if scaler else None)
         self.trace.append((*bits, *state))
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -68,6 +65,8 @@ def run(
     assembled = assemble(planned, RunDir(folder), point=resume, sinks=[recorder], stop=stop or StopRequest())
     recorder.parts = assembled.parts
     try:
+        if assembled.parts.progress.step < assembled.parts.config.training.max_steps:
+            rehearse(assembled.parts, planned)
         loop.run(assembled.parts)
     finally:
         assembled.loader.close()

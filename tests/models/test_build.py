@@ -76,10 +76,10 @@ def test_pretrained_and_truncated(tmp_path: Path) -> None:
         made(model_path=str(folder), num_layers=2, init="pretrained")
 
 
-def test_pretrained_by_a_name_without_weights_is_not_found() -> None:
+def test_pretrained_from_the_hub_is_not_found_offline() -> None:
     with pytest.raises(NotFoundError) as caught:
-        made(init="pretrained")
-    assert "lockstep/tiny" in str(caught.value)
+        made(init="pretrained-truncated", model_path="TinyLlama/TinyLlama_v1.1", num_layers=1)
+    assert "TinyLlama_v1.1" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lockstep import rundir
-from lockstep.errors import DataError, NotFoundError, OutputError
+from lockstep.errors import DataError, ExitCode, LockstepError, NotFoundError, OutputError
 from lockstep.models import hf
 from lockstep.models.initialise import initialise
 from lockstep.models.layers import rope_frequencies, rope_tables, rotate
@@ -148,6 +150,33 @@ def test_nothing_there(tmp_path: Path) -> None:
         hf.import_weights(make(), tmp_path, truncated=False)
 
 
+def test_an_export_that_meets_the_end_of_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the end of the disk: the real writer fails in the real way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(LockstepError, match=r"too large.*MiB free") as caught:
+            hf.export(make(), TINY, tmp_path / "m", dtype="fp32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(caught.value.__cause__, SafetensorError)
+    assert caught.value.exit_code == ExitCode.IO
+    assert caught.value.where == str(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(30, "Read-only file system")])
+def test_an_export_to_a_read_only_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(LockstepError, match=str(error.strerror)) as caught:
+        hf.export(make(), TINY, tmp_path / "m", dtype="fp32")
+    assert caught.value.exit_code in (ExitCode.IO, ExitCode.CANNOT_CREATE)
+    assert caught.value.where == str(tmp_path / "m")
+
+
 def test_export_never_overwrites(folder: Path) -> None:
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(OutputError, match="not empty"):
@@ -156,7 +185,7 @@ def test_export_never_overwrites(folder: Path) -> None:
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(LockstepError, match="No such file"):
         hf.export(make(), TINY, tmp_path / "m", dtype="fp32", tokenizer_file=tmp_path / "none.json")
     assert not list(tmp_path.iterdir())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import DataError
+from lockstep.models import llama
 from lockstep.models.initialise import initialise
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN, LlamaShape, memory_bytes
@@ -176,6 +177,26 @@ def test_ids_outside_the_vocabulary_raise_and_are_named(where: str, bad: int) ->
     batch[where][1, 2] = bad
     with pytest.raises(DataError, match=f"token id {bad} is outside the vocabulary of 512"):
         make()(batch["inputs"], batch["targets"])
+
+
+def test_ids_are_named_also_by_the_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index error is a plain RuntimeError."""
+    monkeypatch.setattr(llama, "chunk_tokens", lambda _: 4)
+    batch = ids(2, 8)
+    batch[1, 2] = 512
+    with pytest.raises(DataError, match="token id 512"):
+        make()(ids(2, 8), batch)
+
+
+def test_running_out_of_memory_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at the ids takes memory too, and would fail in turn."""
+    model = make()
+    looked: list[Tensor] = []
+    monkeypatch.setattr(model, "_check_ids", lambda *given: looked.extend(given))
+    monkeypatch.setattr(model.norm, "forward", lambda _: torch.empty(1 << 50))
+    with pytest.raises(RuntimeError, match="allocate"):
+        model(ids(2, 8), ids(2, 8))
+    assert not looked
 
 
 def test_other_errors_pass_unchanged() -> None:

@@ -19,6 +19,7 @@ from lockstep.models.shapes import KNOWN, LlamaShape, known, memory_bytes, resol
 
 EIGHT = KNOWN["meta-llama/Llama-3.1-8B"]
 TINY = KNOWN["lockstep/tiny"]
+WEIGHTS = {"model_path": "TinyLlama/TinyLlama_v1.1"}  # a shape that has weights
 
 
 def options(path: str = "lockstep/tiny", **values: object) -> LlamaOptions:
@@ -85,9 +86,9 @@ def test_overrides_act_and_layers_always_come_from_the_options() -> None:
         ({"head_dim": 15}, 8, "model.head_dim"),
         ({}, 2049, "training.context_length"),
         ({"tie_word_embeddings": True, "head_init_std": 0.1}, 8, "model.head_init_std"),
-        ({"init": "pretrained", "num_layers": 1}, 8, "model.num_layers"),
-        ({"init": "pretrained-truncated", "num_layers": 3}, 8, "model.num_layers"),
-        ({"init": "pretrained", "vocab_size": 600}, 8, "model.init"),
+        ({**WEIGHTS, "init": "pretrained", "num_layers": 1}, 8, "model.num_layers"),
+        ({**WEIGHTS, "init": "pretrained-truncated", "num_layers": 23}, 8, "model.num_layers"),
+        ({**WEIGHTS, "init": "pretrained", "vocab_size": 600}, 8, "model.init"),
     ],
 )
 def test_impossible_sizes_name_the_key(values: dict[str, object], context: int, key: str) -> None:
@@ -189,3 +190,17 @@ def test_states_are_16_bytes_a_parameter_and_the_rest_grows_with_the_batch() -> 
 
     assert estimate(4, checkpointing=True) < estimate(4) < estimate(4, compiled=False)
     assert 40 * 2**30 < estimate(4) < 62 * 2**30  # torchtitan, same shape and batch: 60.5 GiB; our goal 42
+
+
+@pytest.mark.parametrize("name", ["lockstep/tiny", "tiny", "Lockstep/Demo"])
+@pytest.mark.parametrize("init", ["pretrained", "pretrained-truncated"])
+def test_our_own_shapes_have_no_weights_and_no_hub_is_asked(
+    name: str, init: str, in_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ConfigError, match="a shape without weights") as caught:
+        resolve(options(name, init=init), context_length=8)
+    assert caught.value.exit_code == ExitCode.USAGE
+    (in_dir / name).mkdir(parents=True)  # a folder of that name is what it is
+    (in_dir / name / "config.json").write_text(json.dumps(TINY.to_hf()))
+    assert resolve(options(name, init=init), context_length=8) == TINY

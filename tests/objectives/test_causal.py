@@ -167,3 +167,18 @@ def test_the_window_slides() -> None:
     tokens = Causal().sample(short, list(range(20)), SampleOptions(tokens=10, temperature=0.0))
     assert len(tokens) == 10
     assert tokens == Causal().sample(short, list(range(12, 20)), SampleOptions(tokens=10, temperature=0.0))
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 5e-324, 1e-38, 1e-9])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_smallest_temperatures_are_greedy(temperature: float, top_k: int) -> None:
+    logits = torch.tensor([2.0, 1.0, 2.0001, -50.0])
+    generator = torch.Generator().manual_seed(0)
+    options = SampleOptions(temperature=temperature, top_k=top_k)
+    assert {causal._draw(logits, options, generator) for _ in range(20)} == {2}
+
+
+def test_the_smallest_temperature_that_draws_still_can() -> None:
+    logits = 1e4 * torch.tensor([2.0, 1.0, 2.0001, -50.0])
+    options = SampleOptions(temperature=causal.GREEDY_BELOW, top_k=0)
+    assert causal._draw(logits, options, torch.Generator().manual_seed(0)) == 2

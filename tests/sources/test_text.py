@@ -7,13 +7,14 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.options import DataOptions
-from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
+from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
 from lockstep.sources import text as module
 from lockstep.sources.text import TextSource, build, cut, find_files
 
@@ -141,6 +142,8 @@ def test_half_a_surrogate_pair_becomes_encodable(tmp_path: Path) -> None:
         ("a.jsonl", '{"title": "x", "body": "y"}\n', "a.jsonl:1", "body, title"),
         ("a.jsonl", '{"n": 1}\n', "a.jsonl:1", "no text field"),
         ("a.jsonl", '"fine"\n' + "[" * 100_000 + "\n", "a.jsonl:2", "JSON"),
+        ("a.jsonl", f'"fine"\n{{"text": "x", "n": {"9" * 5000}}}\n', "a.jsonl:2", "4300 digits"),
+        ("a.json", f'["x", {"9" * 5000}]', "a.json", "4300 digits"),
         ("a.json", "3", "a.json", "list was expected"),
         ("a.json", '{"a": [], "b": []}', "a.json", "2 lists"),
         ("a.json", '["x", 3]', "item 1", "got int"),
@@ -173,6 +176,50 @@ def test_missing_files(in_dir: Path, path: str) -> None:
         find_files(path)
     assert caught.value.exit_code == ExitCode.NOT_FOUND
     assert path in caught.value.where
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError) -> None:
+    """Opening a file of this name fails; modes would not stop root."""
+    real = Path.open
+
+    def refusing(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self.name == name:
+            raise error
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", refusing)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (PermissionError(13, "Permission denied"), DataError, "Permission denied"),
+        (OSError(5, "Input/output error"), DataError, "Input/output error"),
+        (FileNotFoundError(2, "No such file or directory"), NotFoundError, "gone"),
+    ],
+)
+@pytest.mark.parametrize("name", ["b.txt", "b.jsonl", "b.json"])
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: OSError, kind: type[LockstepError], said: str
+) -> None:
+    write(tmp_path / "a.txt", "fine")
+    path = write(tmp_path / name, '["x"]')
+    source = TextSource(str(tmp_path))
+    refuse(monkeypatch, name, error)
+    for reading in (source.fingerprint, lambda: list(source.documents())):
+        with pytest.raises(kind, match=said) as caught:
+            reading()
+        assert caught.value.where == str(path)
+
+
+def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "text")
+    source = TextSource(str(path))
+    path.unlink()
+    for reading in (source.fingerprint, lambda: list(source.documents())):
+        with pytest.raises(NotFoundError, match="gone") as caught:
+            reading()
+        assert caught.value.where == str(path)
 
 
 def test_an_unknown_kind_of_file(tmp_path: Path) -> None:
@@ -219,3 +266,15 @@ def test_a_large_file_is_read_again_only_when_it_changed(tmp_path: Path, monkeyp
     write(tmp_path / "memo.json", "garbage")
     source.fingerprint()
     assert hashed == ["a.txt"] * 4
+
+
+@pytest.mark.parametrize("shape", ["[]", "{}", "3", "null", '"x"', "[[1, 2, 3]]", "[null, null]", '[[], "", 1]'])
+def test_a_damaged_memo_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    monkeypatch.setattr(module, "MEMO_BYTES", 1)
+    path = write(tmp_path / "a.txt", "text")
+    os.utime(path, (1, 1))
+    expected = TextSource(str(path)).fingerprint()
+    for damaged in (f'{{"{path}": {shape}}}', shape, "[" * 100_000, f"[{'9' * 5000}]"):
+        memo = write(tmp_path / "memo.json", damaged)
+        assert TextSource(str(path), memo=memo).fingerprint() == expected
+        assert list(json.loads(memo.read_text(encoding="utf-8"))) == [str(path)]  # and repaired

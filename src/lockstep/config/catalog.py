@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep import families
 from lockstep.config import reader
 from lockstep.config.schema import FAMILIES, RunConfig
-from lockstep.errors import ConfigError
-from lockstep.registry import suggest
 
 Path = tuple[str, ...]
 JSON_NAMES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
@@ -35,6 +34,13 @@ class Setting:
     @property
     def key(self) -> str:
         return ".".join(self.path)
+
+    def as_json(self) -> str:
+        """How a file sets it."""
+        text = "..."
+        for part in reversed(self.path):
+            text = f'{{"{part}": {text}}}'
+        return text
 
     def read(self, text: str) -> Any:
         """The value a text on the command line stands for."""
@@ -63,6 +69,10 @@ class Catalog:
 
     def suggest(self, path: Path) -> str:
         """What the user may have meant by an unknown key."""
+        dotted = tuple(".".join(path).split("."))
+        if len(dotted) > len(path) and len(dotted) > 1:  # {"training.batch_size": 2}
+            meant = self.settings.get(dotted[-2:])
+            return f"write {meant.as_json()}" if meant else self.suggest(dotted)
         section, name = path[0], path[-1]
         if same := self.by_name(name):
             return f"did you mean {' or '.join(setting.key for setting in same)}?"
@@ -102,7 +112,7 @@ def catalog(family: str) -> Catalog:
 def config_class(family: str) -> type[RunConfig]:
     """The schema of a family, or a refusal."""
     if family not in FAMILIES:
-        raise ConfigError(f"no family {family!r}", where="FAMILY", hint=suggest(family, list(FAMILIES)))
+        raise families.refusal(family)
     return FAMILIES[family]
 
 

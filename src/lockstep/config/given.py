@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config import reader, renames
-from lockstep.config.catalog import Catalog, Setting, show_value
+from lockstep.config.catalog import Catalog, Setting, catalog, show_value
 from lockstep.errors import ConfigError
 
 SHORT_FLAGS = {"name": ("run", "name"), "checkpoint": ("checkpoint", "resume")}  # those that a plain look-up would miss
@@ -15,7 +15,7 @@ SHORT_FLAGS = {"name": ("run", "name"), "checkpoint": ("checkpoint", "resume")} 
 
 @dataclass(frozen=True)
 class Origin:
-    """Which layer set a value, and where: default | preset | file | flag."""
+    """Which layer set a value, and where: default | preset | script | file | flag."""
 
     layer: str
     where: str
@@ -79,6 +79,12 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
         elif named:
             raise ConfigError("which one?", where=flag, hint=" or ".join(f"--{setting.key}" for setting in named))
     return Given(path, text, Origin("flag", flag), flag, flag, key, is_text=True)
+
+
+def flag_words(family: str) -> set[str]:
+    """Every word without a section that is a setting as a flag, or was one once."""
+    known = {path[-1] for path in (*catalog(family).settings, *renames.JOINT, *renames.RETIRED)}
+    return known | renames.plain_words() | {*SHORT_FLAGS}
 
 
 def from_overrides(overrides: Mapping[str, Any], known: Catalog) -> list[Given]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,8 @@ def load(
         layers += [from_document(document, known) for document in read_config(file)]
     layers.append([from_flag(key, text, known) for key, text in flags])
     layers.append(from_overrides(overrides, known))
-    return resolve(family, layers, preset=preset)
+    loaded = resolve(family, layers, preset=preset)
+    return replace(loaded, name=re.sub(r"[^\w+=@-]+", "-", file.stem, flags=re.ASCII)[:80]) if file else loaded
 
 
 def from_dict(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
@@ -60,7 +62,7 @@ def load_file(path: Path, family: str = "llama") -> Loaded:
     return resolve(family, [from_document(document, known) for document in read_config(path)], preset="")
 
 
-def replaced(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def replaced(config: RunConfig, overrides: Mapping[str, Any]) -> Loaded:
     """The configuration with some values changed; a secret stays."""
     known = catalog(config.family)
     tree = to_dict(config)
@@ -68,8 +70,8 @@ def replaced(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
         if setting.secret:
             secret = getattr(getattr(config, setting.path[0]), setting.path[1])
             tree[setting.path[0]][setting.path[1]] = secret.get_secret_value() if secret else None
-    layers = [from_document(reader.Document("config", tree), known), from_overrides(overrides, known)]
-    return resolve(config.family, layers, preset="").config
+    layers = [from_document(reader.Document("Config", tree), known), from_overrides(overrides, known)]
+    return _without_defaults(resolve(config.family, layers, preset=""))
 
 
 def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
@@ -84,18 +86,20 @@ def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
         ) from None
     known = catalog(family)
     written = from_document(reader.Document(str(path), tree), known)
-    loaded = resolve(family, [written, [from_flag(key, text, known) for key, text in flags]], preset=preset)
+    changed = [from_flag(key, text, known) for key, text in flags]
+    return _without_defaults(resolve(family, [written, changed], preset=preset))
+
+
+def _without_defaults(loaded: Loaded) -> Loaded:
+    """Of a configuration that was written out in full: no origin for what is as it would be anyway."""
+    tree = to_dict(loaded.config)
     usual = {
-        item.path for item in written if item.path in known.settings and known.settings[item.path].default == item.value
+        setting.key
+        for path, setting in catalog(loaded.family).settings.items()
+        if (tree[path[0]] if len(path) == 1 else tree[path[0]][path[1]]) == setting.default
     }
-    return replace(
-        loaded,
-        origins={
-            key: origin
-            for key, origin in loaded.origins.items()
-            if origin.layer == "flag" or tuple(key.split(".")) not in usual
-        },
-    )
+    kept = {key: origin for key, origin in loaded.origins.items() if origin.layer == "flag" or key not in usual}
+    return replace(loaded, origins=kept)
 
 
 # ------------------------------------------------------------------------------------------------ presets and files
@@ -103,12 +107,12 @@ def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
 
 def presets(family: str) -> list[str]:
     """The names of a family's presets."""
+    config_class(family)
     return sorted(path.stem for path in _presets_folder(family).glob("*.json"))
 
 
 def preset_file(family: str, name: str) -> Path:
     """The file of a preset, or a refusal that lists them."""
-    config_class(family)
     if name not in presets(family):
         raise ConfigError(f"no preset {name[:80]!r}", where="--preset", hint=registry.suggest(name, presets(family)))
     return _presets_folder(family) / f"{name}.json"

@@ -31,6 +31,7 @@ class Loaded:
     notices: tuple[str, ...]
     preset: str
     family: str
+    name: str = ""  # for the run folder: of the file if one was given, else of the preset
 
 
 def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> Loaded:
@@ -47,7 +48,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
     config = _validate(family, merged, known)
     config = _check_together(config, merged, notices, same_length)
     origins = {".".join(path): item.origin for path, item in merged.items()}
-    return Loaded(config, origins, tuple(notices), preset, family)
+    return Loaded(config, origins, tuple(notices), preset, family, preset)
 
 
 def _merge(merged: dict[tuple[str, ...], Given], item: Given) -> None:
@@ -92,7 +93,8 @@ def _prefer_own_data(merged: dict[tuple[str, ...], Given], notices: list[str]) -
     """A file of the user's own is stronger than the dataset a lower layer names."""
     path, name = merged.get(("data", "data_path")), merged.get(("data", "dataset_name"))
     if path and name and path.value is not None and path.rank > name.rank and name.value != "text":
-        notices.append(f"{path.where}: data_path replaces the dataset {name.value} of {name.where}")
+        place = f"preset {name.origin.where}" if name.origin.layer == "preset" else name.where
+        notices.append(f"{path.where}: data_path replaces the dataset {name.value} of {place}")
         merged[name.path] = replace(name, value="text", origin=path.origin, rank=path.rank)
 
 

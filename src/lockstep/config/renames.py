@@ -87,6 +87,11 @@ def moved(path: Path) -> Path | None:
     return tuple(target.split(".")) if target else None
 
 
+def plain_words() -> set[str]:
+    """The words that are read as a setting without naming a section."""
+    return {word for word in _MOVED if "." not in word}
+
+
 def former_words(key: str) -> list[str]:
     """The other words that are read as this setting."""
     words = [word for word, target in _MOVED.items() if target == key]

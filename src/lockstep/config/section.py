@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,18 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), validate_default=True
+    )
+
+    if not TYPE_CHECKING:  # type checkers know by `frozen`
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise read_only(name)
+
+
+def read_only(name: str) -> AttributeError:
+    """What setting an attribute of a configuration raises."""
+    return AttributeError(
+        f'{name} cannot be set, a configuration is read-only: config.replace(training={{"max_steps": 5}}) makes another'
     )
 
 

@@ -98,7 +98,7 @@ def _explain_one(setting: Setting, family: str, known_models: tuple[str, ...]) -
             lines.append(f"  preset    {name}: {show_value(value)}")
     if setting.path == ("model", "model_path"):
         lines += ["  known shapes, no download needed:", *(f"    {name}" for name in known_models)]
-    lines.append(f"  set it    --{setting.key} VALUE, or {_as_json(setting)} in a file")
+    lines.append(f"  set it    --{setting.key} VALUE, or {setting.as_json()} in a file")
     return "\n".join(lines)
 
 
@@ -107,13 +107,6 @@ def _value_of(loaded: Loaded, setting: Setting) -> Any:
     for part in setting.path:
         value = value[part]
     return value
-
-
-def _as_json(setting: Setting) -> str:
-    text = "..."
-    for part in reversed(setting.path):
-        text = f'{{"{part}": {text}}}'
-    return text
 
 
 def schema(family: str) -> str:
@@ -128,14 +121,14 @@ def schema(family: str) -> str:
     return json.dumps(tree, indent=2)
 
 
-def sizes(*, parameters: int, tokens_per_step: int, memory_bytes: int, state_bytes: int) -> str:
-    """The resolved sizes of a run, for a dry run."""
+def sizes(*, parameters: int, tokens_per_step: int, memory_bytes: int, state_bytes: int, computing: str) -> str:
+    """The resolved sizes of a run, for a dry run; computing: on what and in which numbers."""
     return "\n".join(
         [
             f"parameters        {parameters:,}",
             f"tokens per step   {tokens_per_step:,}",
             f"memory per GPU    {_size(memory_bytes)} estimated, "
-            f"{_size(state_bytes)} of it weights, gradients and AdamW moments",
+            f"{_size(state_bytes)} of it weights, gradients and AdamW moments ({computing})",
         ]
     )
 

@@ -25,10 +25,10 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -45,6 +45,8 @@ FORMAT = 1
 KEY_LENGTH = 40  # longer than the md5 names of other people's caches
 KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
 OURS = re.compile(rf"{KEY.pattern}(?P<beside>(\.lock|\.builder|\.checked)?(\.tmp-[\w-]+)?)")
+SPLITS = ("train", "validation")
+REQUIRED = ("meta.json", "tokenizer.json", *(f"{split}/rows.json" for split in SPLITS))
 MEMO = "lockstep-hashes.json"  # hashes of large source files, kept by the sources
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 ALWAYS_HASHED_BYTES = 32 << 20  # caches up to this size are hashed whole on every opening: a few hundredths of a second
@@ -64,7 +66,9 @@ class Table:
             self.columns: Mapping[str, Array] = {
                 name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in self.dtypes
             }
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if lengths := {len(column) for column in self.columns.values()} - {self.rows}:
+                raise ValueError(f"columns of {lengths} rows, rows.json says {self.rows}")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"not a readable table: {error}", where=str(folder)) from error
         self._plain = {name: np.asarray(column) for name, column in self.columns.items()}  # memmap indexing is slow
 
@@ -138,18 +142,20 @@ class _ColumnFile:
 
 
 def check(folder: Path, *, full: bool = False) -> None:
-    """Raise DataError, naming the file, unless the cache is intact.
+    """Raise DataError, naming the file, unless the cache is intact and can be opened.
 
     Small caches are hashed whole. Of a large one whose files carry the sizes and times of the last whole check, only
     sampled blocks are read again.
     """
-    verify(folder, content=False)
+    verify(folder, content=False, required=REQUIRED)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     large = sum(path.stat().st_size for path in files) > ALWAYS_HASHED_BYTES
     stamp = folder.with_name(f"{folder.name}.checked")
     if large and not full and _read_json(stamp) == _stamp(folder, files):
         return
     verify(folder)
+    for split in SPLITS:
+        Table(folder / split)
     if large:
         with contextlib.suppress(OSError):  # a read-only place: checked whole again next time
             write_json(stamp, _stamp(folder, files))
@@ -213,7 +219,7 @@ def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) ->
 
 
 @contextlib.contextmanager
-def _building(root: Path, key: str) -> Iterator[None]:
+def _building(root: Path, key: str) -> Generator[None]:
     """Hold the lock of a key, saying meanwhile who else holds it."""
     lock, builder = FileLock(root / f"{key}.lock"), root / f"{key}.builder"
     told = -WAIT_MESSAGE_SECONDS
@@ -236,15 +242,16 @@ def _building(root: Path, key: str) -> Iterator[None]:
 
 def _read_builder(path: Path) -> str:
     found = _read_json(path)
-    return f"process {found['pid']} on {found['host']}" if isinstance(found, dict) else "another process"
+    return f"process {found.get('pid')} on {found.get('host')}" if found else "another process"
 
 
-def _read_json(path: Path) -> Any:
-    """The content of a JSON file, or None if there is none to be read."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if there is none to be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -264,9 +271,8 @@ def entries(root: Path) -> list[Entry]:
     for folder in root.iterdir() if root.is_dir() else ():
         if KEY.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            described = _read_json(folder / "meta.json")
             age = max(0.0, time.time() - folder.stat().st_mtime)
-            found.append(Entry(folder.name, folder, size, age, described if isinstance(described, dict) else {}))
+            found.append(Entry(folder.name, folder, size, age, _read_json(folder / "meta.json")))
     return sorted(found, key=lambda entry: entry.age_seconds)
 
 

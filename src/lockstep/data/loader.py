@@ -114,11 +114,12 @@ class Loader:
             step += self.workers
 
 
-def validation_batches(table: Table, objective: Objective, *, micro_rows: int, count: int, seed: int) -> list[Batch]:
-    """The first `count` micro-batches of a table in table order, the same in every call; the last may be short."""
+def validation_batches(table: Table, objective: Objective, *, micro_rows: int, rows: int, seed: int) -> list[Batch]:
+    """The first `rows` rows of a table, or all, in table order: one batch that is the same however it is cut."""
+    total = min(rows, table.rows)
     made: list[Batch] = []
-    for index, start in enumerate(range(0, min(table.rows, count * micro_rows), micro_rows)):
-        ids = np.arange(start, min(start + micro_rows, table.rows, count * micro_rows))
-        rows = Rows(ids, np.zeros_like(ids), np.arange(len(ids)), table.take(ids))
-        made.append(objective.collate(rows, Draw(seed, index, len(ids))))
+    for start in range(0, total, micro_rows):
+        ids = np.arange(start, min(start + micro_rows, total))
+        part = Rows(ids, epochs=np.zeros_like(ids), slots=ids, columns=table.take(ids))
+        made.append(objective.collate(part, Draw(seed, step=0, batch_rows=total)))
     return made

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -21,10 +22,21 @@ KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>",
 MIN_BPE_VOCAB = 257  # every byte and the separator
 
 
+@contextlib.contextmanager
+def _refusals(where: str) -> Generator[None]:
+    """What the library does not like comes as bare Exception, or as a panic of its Rust, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"the tokenizers library refuses it: {error}", where=where) from error
+
+
 class TokenizerFile:
     """A tokenizer.json. No special tokens are added, and text that spells one stays text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, separator: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, separator: str, where: str = "tokenizer") -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
@@ -32,9 +44,9 @@ class TokenizerFile:
         assert found is not None, separator
         self.separator: int = found
         self.separator_text = separator
-        added = tokenizer.get_added_tokens_decoder()
-        self.vocab_size: int = max([tokenizer.get_vocab_size(with_added_tokens=True), *(place + 1 for place in added)])
+        self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may leave holes
         self._tokenizer = tokenizer
+        self._where = where
 
     def fingerprint(self) -> str:
         """SHA-256 of the whole definition and the separator."""
@@ -42,12 +54,14 @@ class TokenizerFile:
 
     def encode(self, texts: list[str]) -> list[Array]:
         """One uint32 array of ids per text."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with _refusals(self._where):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids; separators and other special tokens are left out."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        with _refusals(self._where):
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json that names the separator, as Hugging Face does."""
@@ -94,7 +108,8 @@ class ByteTokenizer(TokenizerFile):
     def __init__(self) -> None:
         vocab = {character: byte for byte, character in enumerate(_byte_characters())}
         tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]))
-        tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True, normalized=False)])
+        end = AddedToken(SEPARATOR, special=True, normalized=False)
+        tokenizer.add_special_tokens([end])  # pyright: ignore[reportUnknownMemberType] # stub: `list`, of what is open
         super().__init__(tokenizer, separator=SEPARATOR)
 
     def encode(self, texts: list[str]) -> list[Array]:
@@ -123,18 +138,16 @@ def load_tokenizer(path: Path) -> TokenizerFile:
         raise NotFoundError("there is no tokenizer.json", where=str(file)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the tokenizer: {error}", where=str(file)) from error
-    try:
+    with _refusals(str(file)):
         tokenizer = Tokenizer.from_str(content)
-    except Exception as error:  # the library raises bare Exception for anything it does not like
-        raise DataError(f"not a tokenizer.json of the tokenizers library: {error}", where=str(file)) from error
-    return TokenizerFile(tokenizer, separator=_separator(tokenizer, file))
+    return TokenizerFile(tokenizer, separator=_separator(tokenizer, file), where=str(file))
 
 
 def _separator(tokenizer: Tokenizer, file: Path) -> str:
     """The token that ends a document: the file's own end of a text, else a well-known one, else eos_token beside it."""
-    processor = json.loads(tokenizer.to_str()).get("post_processor") or {}
-    template = processor.get("single") if processor.get("type") == "TemplateProcessing" else None
-    own = template[-1].get("SpecialToken", {}).get("id") if template else None
+    processor: dict[str, Any] = json.loads(tokenizer.to_str()).get("post_processor") or {}
+    template: list[Any] = processor.get("single", []) if processor.get("type") == "TemplateProcessing" else []
+    own: str | None = template[-1].get("SpecialToken", {}).get("id") if template else None
     known = (token for token in (own, *KNOWN_SEPARATORS) if token and tokenizer.token_to_id(token) is not None)
     found = next(known, None) or _named_beside(file)
     if isinstance(found, str) and tokenizer.token_to_id(found) is not None:
@@ -153,6 +166,6 @@ def _named_beside(file: Path) -> object:
         return None
     try:
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        return named["content"] if isinstance(named, dict) else named
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return cast("dict[str, Any]", named)["content"] if isinstance(named, dict) else named
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"no eos_token to be read: {error}", where=str(config)) from error

@@ -127,10 +127,10 @@ def assemble(
             prepared.validation,
             plan.objective,
             micro_rows=options.batch_size,
-            count=options.eval_batches,
+            rows=options.eval_batches * options.batch_size * options.grad_accum_nums,
             seed=config.system.seed,
         ),
-        checkpointer=Checkpointer(run.checkpoints, keep_last=keep_last, tokenizer_folder=prepared.folder),
+        checkpointer=Checkpointer(run.checkpoints, keep_last=keep_last, extra_files=tokenizer_files(prepared)),
         sinks=sinks,
         stop=stop,
         faults=planned_faults,
@@ -159,6 +159,12 @@ def make_model(plan: Plan, *, hooks: bool) -> Built:
     )
 
 
+def tokenizer_files(prepared: Prepared) -> dict[str, bytes]:
+    """What a checkpoint needs to speak: read now, since the cache may be cleared while the run goes on."""
+    paths = (prepared.folder / name for name in checkpoint.TOKENIZER_FILES)
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
 def make_loader(plan: Plan, prepared: Prepared, *, start_step: int) -> Loader:
     """The training batches from a step on."""
     data, options, on_gpu = plan.config.data, plan.config.training, plan.device.type == "cuda"
@@ -178,7 +184,8 @@ def make_loader(plan: Plan, prepared: Prepared, *, start_step: int) -> Loader:
 
 def _resume(stepper: Stepper, about: dict[str, Any], point: resume.ResumePoint, *, allow: bool) -> Progress:
     saved = _read_state(stepper, point.checkpoint)
-    resume.check_belongs(saved.run["about"], about, checkpoint=point.checkpoint, allow=allow)
+    if saved.run.get("about") is not None:  # a file of another program does not say
+        resume.check_belongs(saved.run["about"], about, checkpoint=point.checkpoint, allow=allow)
     return state.restore(stepper, saved)
 
 

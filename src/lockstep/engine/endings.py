@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.contracts import Sink
 from lockstep.engine import loop
 from lockstep.engine.parts import Parts
 from lockstep.errors import ExitCode, LockstepError, Stopped
+from lockstep.models.shapes import LlamaShape, memory_bytes
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, hardware
 
@@ -25,7 +27,8 @@ TRACE_LINES = 20
 
 def explain(error: BaseException, config: RunConfig, device: torch.device) -> BaseException:
     """Out of memory as a user should read it; everything else as it is."""
-    if not isinstance(error, torch.OutOfMemoryError | MemoryError):
+    on_host = isinstance(error, RuntimeError) and "allocate memory" in str(error)  # how torch says it on the CPU
+    if not on_host and not isinstance(error, torch.OutOfMemoryError | MemoryError):
         return error
     options = config.training
     total = hardware.total_memory_bytes(device)
@@ -40,25 +43,56 @@ def explain(error: BaseException, config: RunConfig, device: torch.device) -> Ba
     )
 
 
+def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device) -> None:
+    """Refuse what cannot fit before anything is allocated: on the CPU the kernel would end the run without a word."""
+    options = config.training
+    need = memory_bytes(
+        shape,
+        batch_size=options.batch_size,
+        context_length=options.context_length,
+        dtype_name=options.precision,
+        checkpointing=config.system.gradient_checkpointing,
+        compiled=device.type == "cuda",
+    )
+    free = hardware.free_memory_bytes(device)
+    total, states, room = (count / 2**30 for count in (need.total, need.states, free))
+    text = (
+        f"{shape.parameters():,} parameters need about {total:.1f} GiB, {states:.1f} GiB of it for weights, gradients "
+        f"and AdamW moments; {room:.1f} GiB are free"
+    )
+    if need.states > free:
+        raise LockstepError(
+            f"the model does not fit: {text}",
+            where=hardware.device_name(device),
+            hint="fewer model.num_layers, a smaller model.model_path, or --preset demo",
+        )
+    if need.total > free:
+        logger.warning("This may not fit: %s; --training.batch-size 1 or --gradient-checkpointing need less", text)
+
+
 def end_badly(run: RunDir, error: BaseException, sinks: list[Sink], parts: Parts | None) -> None:
-    """Save what is whole, and write down why the run ended."""
+    """Write down why the run ended, then save what is whole. Whatever fails here never hides the error itself."""
     stopped = isinstance(error, Stopped)
     code = int(error.exit_code) if isinstance(error, LockstepError) else int(ExitCode.FAILED)
-    step = parts.progress.step if parts else None
-    if parts and step and not stopped and not parts.stepper.updating and isinstance(error, Exception):
-        try:
-            loop.save(parts, "error")
-        except LockstepError as failure:
-            logger.error("%s", failure)
+    step, tag = parts.progress.step if parts else None, env.detect().tag
     record: dict[str, Any] = {"exit_code": code, "step": step, "cause": env.redact(str(error))}
     if not stopped:
         trace = "".join(traceback.format_exception(error)).splitlines()[-TRACE_LINES:]
-        record |= {
-            "exception": type(error).__name__,
-            "tag": env.detect().tag,
-            "trace": [env.redact(line) for line in trace],
-        }
+        record |= {"exception": type(error).__name__, "tag": tag, "trace": [env.redact(line) for line in trace]}
         with contextlib.suppress(OSError):
             rundir.write_json(run.failure, record)
     for sink in sinks:
-        sink.event("end" if stopped else "fault", record)
+        _attempt("reporting the end", sink.event, "end" if stopped else "fault", record)
+    if stopped:
+        label = f" [{tag.replace('GPU', 'GPU ')}]" if tag else ""
+        logger.warning("Training interrupted by user%s", label)
+        logger.warning("Training ended at step %s%s", step or 0, label)
+    if parts and not stopped and not parts.stepper.updating and isinstance(error, Exception):
+        _attempt("the last save", loop.save, parts, "error")
+
+
+def _attempt(what: str, action: Callable[..., object], *arguments: object) -> None:
+    try:
+        action(*arguments)
+    except Exception as failure:
+        logger.error("%s failed too: %s", what, failure)

@@ -14,7 +14,7 @@ from lockstep import registry, rundir
 from lockstep.config.load import from_dict
 from lockstep.contracts import Objective, SampleOptions, Tokenizer
 from lockstep.data.tokenize import load_tokenizer
-from lockstep.engine.checkpoint import MODEL
+from lockstep.engine.checkpoint import MODEL, REQUIRED
 from lockstep.engine.resume import point_of_run, read_about
 from lockstep.errors import ConfigError
 from lockstep.models import hf
@@ -38,7 +38,7 @@ class Trained:
 def load_run(path: Path, *, device: str = "auto") -> Trained:
     """The model of a run (its newest good checkpoint) or of one checkpoint folder."""
     checkpoint = path if (path / rundir.MANIFEST).is_file() else point_of_run(path).checkpoint
-    rundir.verify(checkpoint)
+    rundir.verify(checkpoint, required=REQUIRED)
     about = read_about(checkpoint)
     config = from_dict(about["config"])
     shape = LlamaShape.from_hf(about["shape"])

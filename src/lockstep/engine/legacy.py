@@ -12,6 +12,7 @@ import torch
 from lockstep import rundir
 from lockstep.engine.checkpoint import State
 from lockstep.engine.optimizer import MOMENTS
+from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError, NotFoundError
 
@@ -50,12 +51,27 @@ def read(path: Path, names: list[str]) -> State:
         raise NotFoundError("no such checkpoint", where=str(path))
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        run = dict(content[EXTRA_KEY])
-        slots = content["optimizer_state_dict"]["state"]
-        moments = {f"{kind}.{name}": slots[index][kind] for index, name in enumerate(names) for kind in MOMENTS}
-        return State(content["model_state_dict"], moments, run)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"foreign or damaged file, refused: {reason[:200]}", where=str(path)) from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"not a checkpoint of lockstep: no {error}", where=str(path)) from error
+    try:
+        slots = content["optimizer_state_dict"]["state"]
+        moments = {f"{kind}.{name}": slots[index][kind] for index, name in enumerate(names) for kind in MOMENTS}
+        run = dict(content[EXTRA_KEY]) if EXTRA_KEY in content else _documented_run(content)
+        return State(dict(content["model_state_dict"]), moments, run)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
+
+
+def _documented_run(content: dict[str, Any]) -> dict[str, Any]:
+    """The counts that a file of another program holds: enough to go on, not enough for the same bits."""
+    logger.warning("This file holds only the documented keys: going on from it is not bit-exact")
+    step = int(content["global_step"])
+    applied = int(content["scheduler_state_dict"]["last_epoch"])
+    scaler = content.get("scaler_state_dict")
+    scale = (
+        {"scale": float(scaler["scale"]), "growth_tracker": int(scaler.get("_growth_tracker", 0))} if scaler else None
+    )
+    best = content.get("best_loss")
+    progress = Progress(step=step, skipped=step - applied, best_loss=float(best) if best is not None else None)
+    return {"progress": progress.state_dict(), "applied_steps": applied, "loss_scale": scale, "about": None}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
 from lockstep.engine.state import capture
 from lockstep.engine.step import Pending
+from lockstep.engine.timing import Clock, profiling
 from lockstep.errors import NonFiniteError
 from lockstep.health.fingerprint import digest_model
 from lockstep.runtime.hardware import peak_memory_bytes
@@ -39,7 +37,7 @@ def run(parts: Parts) -> None:
     """Train from parts.progress.step to the end, or until told to stop."""
     flying: Launched | None = None
     clock = Clock()
-    with profiling(parts) as profiler:
+    with profiling(parts.trace_file, steps_left=parts.config.training.max_steps - parts.progress.step) as profiler:
         for step in range(parts.progress.step, parts.config.training.max_steps):
             try:
                 launched = launch(parts, step)
@@ -173,42 +171,3 @@ def save(parts: Parts, name: str) -> Path:
 def due(done: int, interval: int) -> bool:
     """Whether something that happens every `interval` steps happens after `done` of them."""
     return interval > 0 and done % interval == 0
-
-
-class Clock:
-    """Seconds of settled steps: by the GPU's own clock, which no late look distorts, else by the host's."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.since = time.perf_counter()
-        self.previous: Pending | None = None
-
-    def lap(self, pending: Pending) -> float:
-        now = time.perf_counter()
-        seconds = pending.seconds(self.previous) or now - self.since
-        self.since, self.previous = now, pending
-        return seconds
-
-
-class NoProfiler:
-    """Stands where no profile was asked for."""
-
-    def step(self) -> None: ...
-
-
-@contextlib.contextmanager
-def profiling(parts: Parts) -> Iterator[NoProfiler | torch.profiler.profile]:
-    """Trace a few steps after the first ones to parts.trace_file."""
-    if parts.trace_file is None:
-        yield NoProfiler()
-        return
-    trace_file = parts.trace_file
-    steps = max(1, min(3, parts.config.training.max_steps - parts.progress.step - 2))
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(
-        schedule=schedule, on_trace_ready=lambda profile: profile.export_chrome_trace(str(trace_file))
-    ) as profiler:
-        yield profiler
-    logger.info("Profile saved: %s", trace_file)

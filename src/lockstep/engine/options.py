@@ -37,7 +37,7 @@ class TrainingOptions(Section):
         50, "Steps between validations; 0: only the last.", unit="steps", role="cosmetic", ge=0, le=1 << 40
     )
     eval_batches: int = setting(
-        8, "Micro-batches of one validation, always the same.", role="cosmetic", ge=1, le=1 << 20
+        8, "Global batches of one validation, always the same.", role="cosmetic", ge=1, le=1 << 20
     )
     patience: int = setting(
         0,

@@ -78,6 +78,8 @@ def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Pre
         logger.warning(notice)
     parts = key_parts(config, objective, source=source, choice=choice)
     key = key_of(parts)
+    logger.info("Dataset: %s", source.name)
+    logger.info("Context length: %d", config.training.context_length)
     builder = _Builder(config, objective, source, choice, parts, vocab_limit)
     folder, built = open_or_build(key, roots, builder.build)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -215,9 +217,8 @@ class _Builder:
     def build(self, folder: Path) -> None:
         """Split, tokenizer, rows of both splits, and the description of it all."""
         logger.info("Preparing dataset cache...")
-        logger.info("Dataset: %s", self.source.name)
-        logger.info("Context length: %d", self.config.training.context_length)
-        split = Split.of(self._documents(), self.config.data.validation_fraction)
+        place = self.config.data.data_path or f"dataset {self.source.name}"
+        split = Split.of(self._documents(), self.config.data.validation_fraction, where=place)
         tokenizer = self.choice.make(_limited(split.texts(self._documents(), "train"), BPE_CHARACTERS))
         assert tokenizer.vocab_size <= self.vocab_limit
         tokenizer.save(folder)
@@ -279,14 +280,14 @@ class Split:
     counts: Mapping[str, int]
 
     @staticmethod
-    def of(documents: Iterable[str], fraction: float) -> Split:
+    def of(documents: Iterable[str], fraction: float, *, where: str = "data") -> Split:
         """Hash every document and put the given share of the different ones, at least one, under the threshold."""
         hashes = np.fromiter((_hash(text) for text in documents), np.uint64)
         different = np.unique(hashes)
         if len(different) < 2:
             raise DataError(
                 f"{len(hashes)} documents, {len(different)} of them different: too few to keep one for validation",
-                where="data",
+                where=where,
                 hint="data.data_path with more text",
             )
         threshold = different[min(max(1, round(fraction * len(different))), len(different) - 1) - 1]

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import lockstep
+from lockstep.config.load import Loaded
+from lockstep.config.schema import RunConfig
 from lockstep.engine.build import Assembled, Plan
 from lockstep.engine.parts import Parts
 from lockstep.models.shapes import memory_bytes
@@ -16,7 +18,7 @@ from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware
 
 
-def banner(run: RunDir, planned: Plan, assembled: Assembled) -> Banner:
+def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> Banner:
     """The facts before the first step."""
     config, shape, options = planned.config, planned.shape, planned.config.training
     memory = memory_bytes(
@@ -47,7 +49,9 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled) -> Banner:
         precision=options.precision,
         attention=assembled.built.attention + (", compiled" if assembled.built.compiled else ""),
         determinism=determinism.label(planned.device, deterministic=config.system.deterministic),
-        batch=f"{options.batch_size} rows x {options.grad_accum_nums} micro-batches x {options.context_length:,}",
+        batch=f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}",
+        settings=settings(loaded),
+        logs=tuple(str(path) for path in wanted_logs(config, run)),
         tag=label.replace("GPU", "GPU "),
         version=lockstep.__version__,
     )
@@ -72,9 +76,25 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
         next_commands=(
             f'{callable_as("lockstep")} sample {run.root} "{parts.config.report.sample_prompt.strip() or "The"}"',
             f"{callable_as('lockstep')} export {run.root} --to hf",
-            f"{callable_as('tensorboard')} --logdir {run.tensorboard}",
+            *([f"{callable_as('tensorboard')} --logdir {run.tensorboard}"] if parts.config.report.tensorboard else []),
         ),
     )
+
+
+def settings(loaded: Loaded) -> str:
+    """Where the values come from: the preset, the files, and each key that a flag set over them."""
+    origins = loaded.origins.items()
+    files = sorted({origin.where.rsplit(":", 2)[0] for _, origin in origins if origin.layer == "file"})
+    flags = sorted(key for key, origin in origins if origin.layer == "flag")
+    return ", ".join([*([f"preset {loaded.preset}"] if loaded.preset else []), *files, *flags])
+
+
+def wanted_logs(config: RunConfig, run: RunDir | None) -> list[Path]:
+    """The log files that were asked for, beside the one in the run folder."""
+    files = [Path(config.report.log_file)] if config.report.log_file else []
+    if run and config.system.log_dir:
+        files.append(Path(config.system.log_dir) / run.root.name / f"{env.detect().tag.lower() or 'cpu'}.log")
+    return files
 
 
 def callable_as(command: str) -> str:

@@ -39,23 +39,23 @@ def find(config: RunConfig, identity_hash: str) -> ResumePoint | None:
         return ResumePoint(path, None)
     if (path / rundir.MANIFEST).is_file():  # one checkpoint: an older one than the newest starts a run of its own
         run = RunDir(path.resolve().parents[1])
-        newest = Checkpointer(run.checkpoints, keep_last=2).found()[-1:]
+        newest = Checkpointer(run.checkpoints).found()[-1:]
         return ResumePoint(path, run if [path.resolve()] == [item.resolve() for item in newest] else None)
     return point_of_run(path)
 
 
 def point_of_run(path: Path) -> ResumePoint:
     """The newest good checkpoint of a run folder."""
-    run = RunDir(path.resolve())
+    run = RunDir(path.resolve() if path.is_symlink() else path)
     if not run.config.is_file():
-        raise NotFoundError("no run here", where=str(path), hint="ls runs/, or --resume auto")
-    checkpointer = Checkpointer(run.checkpoints, keep_last=2)
+        raise NotFoundError("no run here", where=str(path), hint="lockstep shows the last runs")
+    checkpointer = Checkpointer(run.checkpoints)
     newest = checkpointer.latest()
     if newest is None:
         damaged = checkpointer.found()
         if damaged:
             raise DataError(f"none of the {len(damaged)} checkpoints can be trusted", where=str(run.checkpoints))
-        raise NotFoundError("the run has saved no checkpoint", where=str(path), hint="start it anew without --resume")
+        raise NotFoundError("the run has saved no checkpoint", where=str(path), hint="start it anew")
     return ResumePoint(newest, run)
 
 
@@ -66,13 +66,15 @@ def _newest_alike(out: Path, family: str, identity_hash: str) -> ResumePoint | N
             continue
         try:
             saved = json.loads(config_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if saved.get("family") == family and saved.get("identity_hash") == identity_hash:
-            candidates.append((float(saved.get("created", 0)), config_file.parent))
+            alike = saved["family"] == family and saved["identity_hash"] == identity_hash
+            created = float(saved["created"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not a run of ours
+        if alike:
+            candidates.append((created, config_file.parent))
     for _, folder in sorted(candidates, reverse=True):
-        run = RunDir(folder.resolve())
-        newest = Checkpointer(run.checkpoints, keep_last=2).latest()
+        run = RunDir(folder)
+        newest = Checkpointer(run.checkpoints).latest()
         if newest:
             return ResumePoint(newest, run)
     logger.info("Nothing to resume in %s: starting anew", out)
@@ -81,26 +83,45 @@ def _newest_alike(out: Path, family: str, identity_hash: str) -> ResumePoint | N
 
 def check_belongs(about: Mapping[str, Any], current: Mapping[str, Any], *, checkpoint: Path, allow: bool) -> None:
     """Refuse, with the differences, a state of another configuration, model or dataset."""
-    differences = identity_diff(about["identity"], current["identity"])
-    if about["data_key"] != current["data_key"]:
-        differences.append(f"prepared data: {about['data_key'][:12]} in the checkpoint, {current['data_key'][:12]} now")
-    if about["threads"] != current["threads"] or about["device_name"] != current["device_name"]:
-        logger.warning(
-            "Resuming on %s with %d threads; saved on %s with %d: the last bits may differ",
-            current["device_name"], current["threads"], about["device_name"], about["threads"],
-        )  # fmt: skip
-    if not differences:
-        return
+    try:
+        differences = identity_diff(about["identity"], current["identity"])
+        if about["data_key"] != current["data_key"]:
+            old, new = str(about["data_key"])[:12], current["data_key"][:12]
+            differences.append(f"prepared data: {old} in the checkpoint, {new} now")
+        place = (about["device_name"], about["threads"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"the checkpoint does not say what it belongs to: {error!r}", where=str(checkpoint)) from None
+    if place != (current["device_name"], current["threads"]):
+        logger.warning("Saved on %s, resuming on %s: the last bits may differ", place[0], current["device_name"])
+    refuse(differences, checkpoint=checkpoint, allow=allow)
+
+
+def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
+    """Nothing, if there are no differences; else an error, or a warning where that is allowed."""
     text = "\n".join(f"    {line}" for line in differences)
-    if not allow:
+    if differences and not allow:
         raise ConfigError(
             f"the checkpoint belongs to another configuration:\n{text}",
             where=str(checkpoint),
             hint="the saved settings (lockstep resume RUN), or --checkpoint.allow-mismatch true",
         )
-    logger.warning("Resuming although the configuration differs:\n%s", text)
+    if differences:
+        logger.warning("Resuming although the configuration differs:\n%s", text)
+
+
+def check_early(point: ResumePoint, identity: Mapping[str, Any], *, allow: bool) -> None:
+    """Refuse a foreign configuration before the run folder is touched (a .pt file is looked at when it is read)."""
+    if not allow and point.checkpoint.suffix != ".pt":
+        about = read_about(point.checkpoint)
+        refuse(identity_diff(about["identity"], dict(identity)), checkpoint=point.checkpoint, allow=False)
 
 
 def read_about(checkpoint: Path) -> Mapping[str, Any]:
     """What a checkpoint folder says it belongs to."""
-    return json.loads((checkpoint / RUN).read_text(encoding="utf-8"))["about"]
+    try:
+        about = json.loads((checkpoint / RUN).read_text(encoding="utf-8"))["about"]
+        if isinstance(about["identity"], dict) and isinstance(about["config"], dict):
+            return about
+        raise TypeError("no configuration in it")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,16 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 
 def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> State:
     """Everything a resume needs, and `about`: what the state belongs to (configuration, data, versions).
 
     No generator is saved: every draw is keyed by (seed, step, micro-batch), and the order of rows by position.
     """
+    applied = int(stepper.optimizer.applied.item())
+    assert applied == progress.step - progress.skipped, "only a whole step is saved"
     live = stepper.optimizer.moments()
     moments = {
         f"{kind}.{name}": live[id(parameter)][kind]
@@ -28,7 +33,7 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
     run = {
         "format": 1,
         "progress": progress.state_dict(),
-        "applied_steps": int(stepper.optimizer.applied.item()),
+        "applied_steps": applied,
         "loss_scale": stepper.precision.scaler.state_dict() if stepper.precision.scaler else None,
         "about": dict(about),
     }
@@ -37,26 +42,54 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
 
 @torch.no_grad()
 def restore(stepper: Stepper, state: State) -> Progress:
-    """Put a saved state back, bit for bit."""
+    """Put a saved state back, bit for bit. A state that is not one of this model is refused before anything changes."""
     parameters = dict(stepper.model.named_parameters())
-    _check_names(parameters, state)
+    progress = _check_counts(state)
+    _check_tensors(parameters, state)
     live = stepper.optimizer.moments()
     for name, parameter in parameters.items():
         parameter.copy_(state.model[name])
         for kind in MOMENTS:
             live[id(parameter)][kind].copy_(state.optimizer[f"{kind}.{name}"])
     stepper.optimizer.applied.fill_(state.run["applied_steps"])
-    if stepper.precision.scaler:
+    if stepper.precision.scaler and state.run["loss_scale"]:
         stepper.precision.scaler.load_state_dict(state.run["loss_scale"])
-    return Progress.from_state_dict(state.run["progress"])
+    elif stepper.precision.scaler:
+        logger.warning("The checkpoint has no loss scale: starting from %g", stepper.precision.scaler.scale.item())
+    return progress
 
 
-def _check_names(parameters: Mapping[str, torch.Tensor], state: State) -> None:
-    wrong = [
-        f"{name}: checkpoint {tuple(state.model[name].shape) if name in state.model else 'without it'}, "
-        f"model {tuple(parameters[name].shape) if name in parameters else 'without it'}"
-        for name in sorted(parameters.keys() | state.model.keys())
-        if name not in parameters or name not in state.model or parameters[name].shape != state.model[name].shape
-    ]
-    if wrong:
-        raise DataError(f"the checkpoint is of another model: {'; '.join(wrong[:3])} ({len(wrong)} tensors differ)")
+def _check_counts(state: State) -> Progress:
+    try:
+        progress = Progress.from_state_dict(state.run["progress"])
+        counts = (progress.step, progress.tokens, progress.skipped, progress.overflow_run, progress.stale_steps)
+        whole = all(isinstance(count, int) and count >= 0 for count in (*counts, state.run["applied_steps"]))
+        losses = (progress.smoothed_loss, progress.best_loss)
+        real = all(loss is None or isinstance(loss, float) for loss in losses)
+        scale = state.run["loss_scale"]
+        real &= scale is None or all(isinstance(scale[key], int | float) for key in ("scale", "growth_tracker"))
+    except (KeyError, TypeError) as error:
+        raise DataError(f"the checkpoint's counts cannot be read: {error}") from None
+    if not whole or not real or state.run["applied_steps"] != progress.step - progress.skipped:
+        raise DataError(f"the checkpoint's counts do not agree: {progress}, {state.run['applied_steps']} applied")
+    return progress
+
+
+def _check_tensors(parameters: Mapping[str, torch.Tensor], state: State) -> None:
+    expected = {name: parameter.shape for name, parameter in parameters.items()}
+    for kind, tensors, wanted in (
+        ("weights", state.model, expected),
+        ("moments", state.optimizer, {f"{kind}.{name}": expected[name] for name in expected for kind in MOMENTS}),
+    ):
+        wrong = [
+            f"{name}: {_shape_of(tensors.get(name))} in the checkpoint, {_shape_of(wanted.get(name))} in the model"
+            for name in sorted(wanted.keys() | tensors.keys(), key=str)
+            if _shape_of(tensors.get(name)) != _shape_of(wanted.get(name))
+        ]
+        if wrong:
+            raise DataError(f"the {kind} are of another model: {'; '.join(wrong[:3])} ({len(wrong)} differ)")
+
+
+def _shape_of(thing: Any) -> str:
+    shape = thing.shape if isinstance(thing, torch.Tensor) else thing
+    return "nothing" if shape is None else str(tuple(shape)) if isinstance(shape, torch.Size) else type(thing).__name__

@@ -93,7 +93,7 @@ class Stepper:
         self.halted = torch.zeros((), device=self.device)
         self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self.debug = False  # look at every gradient, at the price of a sync
-        self.updating = False  # True only inside the optimizer: the one place where the state is not whole
+        self.updating = False  # True from the update until the step counts: the state is then of no step
         self.parameters = self.optimizer.parameters
 
     def launch(self, step: int, batches: Sequence[Batch]) -> Pending:
@@ -110,7 +110,9 @@ class Stepper:
             scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
             for line in gradient_warnings(self.model.named_parameters(), scale=scale):
                 logger.warning("%s", line)
-        return Pending(self.update(step, loss), began)
+        pending = Pending(self.update(step, loss), began)
+        self.updating = False
+        return pending
 
     def accumulate(self, step: int, batches: Sequence[Batch]) -> torch.Tensor:
         """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of all of them."""
@@ -143,7 +145,7 @@ class Stepper:
         fatal = bad - overflow if scaler else bad
         self.halted = torch.maximum(self.halted, fatal)
         skip = torch.maximum(self.halted, overflow) if scaler else self.halted
-        self.optimizer.lr.copy_(self.rates[torch.minimum(self.optimizer.applied, self.last_rate).long()])
+        self.optimizer.lr.copy_(self.rates.take(torch.minimum(self.optimizer.applied, self.last_rate).long()))
         divisor = scale
         if self.max_norm > 0:
             divisor = scale * torch.clamp((norm + NORM_EPSILON) / self.max_norm, min=1.0)
@@ -151,7 +153,6 @@ class Stepper:
             self.faults.at("optimizer", step)
         self.updating = True
         self.optimizer.step(divisor, skip)
-        self.updating = False
         values = torch.stack([loss, norm, self.optimizer.lr, fatal, overflow, scale])
         if scaler:
             scaler.update(overflow)
@@ -164,6 +165,7 @@ class Stepper:
         scale = self.precision.scaler.state_dict() if self.precision.scaler else None
         self.halted.fill_(1.0)
         reading = Pending(self.update(-1, self.accumulate(-1, batches))).read()
+        self.updating = False
         self.halted = torch.zeros_like(self.halted)
         self.optimizer.zero_grad()
         if self.precision.scaler and scale:

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
 
 from lockstep import rundir
-from lockstep.config.load import Loaded, to_dict
+from lockstep.config.load import Loaded, identity, to_dict
 from lockstep.contracts import SampleOptions, Sink
 from lockstep.engine import endings, inference, loop, present, resume
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
 from lockstep.engine.parts import Parts
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError, OutputError, Stopped
 from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink
 from lockstep.report.logs import setup_logging
@@ -48,22 +49,37 @@ def train(loaded: Loaded) -> Result:
     """Train what the configuration says. Failures raise LockstepError; the run folder tells the rest."""
     if token := hub_token(loaded.config):
         env.hide(token)
-    start_log(loaded, None)
-    for notice in loaded.notices:
-        logger.info("%s", notice)
     system = loaded.config.system
     with signals.listening() as stop:
         device = hardware.pick_device(system.device, system.device_id)
+        label_by_device(device)
+        start_log(loaded, None)
+        for notice in loaded.notices:
+            logger.info("%s", notice)
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
             planned = plan(loaded, device)
+            endings.check_memory(planned.config, planned.shape, device)
             point = resume.find(planned.config, planned.identity_hash)
+            if point:
+                allow = planned.config.checkpoint.allow_mismatch
+                resume.check_early(point, identity(planned.config), allow=allow)
             run = point.run if point and point.run else new_run(planned, loaded)
             with owned(run):
+                if point and point.run:  # whoever had the run until now may have saved more
+                    point = resume.point_of_run(run.root)
                 start_log(loaded, run)
-                return train_in(run, planned, point, stop)
+                return train_in(run, planned, point, stop, loaded)
 
 
-def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop: signals.StopRequest) -> Result:
+def label_by_device(device: torch.device) -> None:
+    """No variable names the GPU: its number is the label of every line. Without a GPU there is none."""
+    if device.type == "cuda" and not env.gpu_label():
+        env.setdefault("GPU_RANK", str(device.index or 0))
+
+
+def train_in(
+    run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop: signals.StopRequest, loaded: Loaded
+) -> Result:
     """Train in a run folder that is ours."""
     config = planned.config
     started = time.perf_counter()
@@ -86,7 +102,9 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop:
             assembled = assemble(planned, run, point=point, sinks=sinks, stop=stop)
             closing.callback(assembled.loader.close)
             parts = assembled.parts
-            announce(run, planned, assembled, point)
+            rundir.point_latest(run)
+            run.failure.unlink(missing_ok=True)  # of an earlier attempt that this one makes good
+            announce(run, planned, assembled, point, loaded)
             if parts.progress.step < config.training.max_steps:
                 rehearse(parts, planned)
                 stop.patient = True
@@ -100,6 +118,9 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop:
         except BaseException as error:
             stop.patient = False
             explained = endings.explain(error, config, planned.device)
+            if isinstance(explained, Stopped) and parts and parts.progress.step:
+                explained.where, explained.hint = str(run.root), f"lockstep resume {run.root}"
+            explained.run = run.root  # pyright: ignore[reportAttributeAccessIssue] - where a crash report belongs
             endings.end_badly(run, explained, sinks, parts)
             if explained is error:
                 raise
@@ -110,18 +131,19 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop:
 def start_log(loaded: Loaded, run: RunDir | None) -> None:
     """Lines to the screen and to every log file that is wanted; those of the run folder once there is one."""
     tag, config = env.detect().tag, loaded.config
-    files = [Path(config.report.log_file)] if config.report.log_file else []
+    files = present.wanted_logs(config, run)
     if run:
         files.append(run.worker(tag) / "log.txt")
-        if config.system.log_dir:
-            files.append(Path(config.system.log_dir) / run.root.name / f"{tag.lower() or 'cpu'}.log")
     setup_logging(tag=tag, prefix=config.report.log_prefix, level=config.debug.log_level, log_files=files)
 
 
 def new_run(planned: Plan, loaded: Loaded) -> RunDir:
     """A fresh run folder with its configuration; fails before anything is loaded if it cannot be written."""
     config, out = planned.config, Path(planned.config.run.out)
-    name = config.run.name or f"{config.family}-{loaded.preset or 'custom'}-{rundir.timestamp()}"
+    for key, folder in (("training.checkpoint_dir", config.training.checkpoint_dir), ("run.out", config.run.out)):
+        if folder:
+            rundir.probe(Path(folder), key=key)
+    name = config.run.name or f"{config.family}-{loaded.name or 'custom'}-{rundir.timestamp()}"
     if config.run.name is None and (out / name).exists():  # two in one second
         name = f"{name}-{time.time_ns() % 1_000_000:06d}"
     run = rundir.create_run(out, name)
@@ -149,25 +171,30 @@ def new_run(planned: Plan, loaded: Loaded) -> RunDir:
 @contextlib.contextmanager
 def owned(run: RunDir) -> Iterator[None]:
     """One process at a time trains in a run folder."""
-    lock = FileLock(run.root / "lock", timeout=0)
     try:
+        lock = FileLock(run.root / "lock", timeout=0)
         lock.acquire()
     except Timeout:
         raise ConfigError(
             "another process is training in this run", where=str(run.root), hint="wait for it, or --name NEW"
         ) from None
+    except OSError as error:
+        raise OutputError(f"cannot write to the run: {error.strerror or error}", where=str(run.root)) from error
     try:
         yield
     finally:
         lock.release()
 
 
-def announce(run: RunDir, planned: Plan, assembled: Assembled, point: resume.ResumePoint | None) -> None:
+def announce(
+    run: RunDir, planned: Plan, assembled: Assembled, point: resume.ResumePoint | None, loaded: Loaded
+) -> None:
     """What is about to happen, before it does."""
     parts = assembled.parts
     for notice in assembled.built.notices:
-        logger.info("%s", notice)
-    parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled).fields())
+        if not (point and notice.startswith("weights: random")):
+            logger.info("%s", notice)
+    parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled, loaded).fields())
     if point:
         parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint))
 
@@ -194,7 +221,11 @@ def draw_sample(parts: Parts, assembled: Assembled) -> str:
     if not report.sample_prompt:
         return ""
     options = SampleOptions(tokens=report.sample_tokens, seed=parts.config.system.seed, stop=(tokenizer.separator,))
-    with parts.stepper.precision.context():
-        return inference.continue_text(
-            parts.stepper.model, parts.stepper.objective, tokenizer, report.sample_prompt, options
-        )
+    try:
+        with parts.stepper.precision.context():
+            return inference.continue_text(
+                parts.stepper.model, parts.stepper.objective, tokenizer, report.sample_prompt, options
+            )
+    except LockstepError as error:  # the training is done and saved: a prompt it cannot read does not undo that
+        logger.warning("No sample: %s", error)
+        return ""

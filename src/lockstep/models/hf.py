@@ -152,15 +152,20 @@ def export(
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Write a folder that `transformers` loads as it is; all of it or nothing."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputError("exists and is not empty", where=str(folder), hint="another folder")
-    with rundir.publishing(folder) as new:
-        rundir.write_json(new / CONFIG_FILE, shape.to_hf(dtype_name=dtype))
-        rundir.write_json(new / "generation_config.json", _generation_config(shape))
-        if tokenizer_file is not None:
-            shutil.copyfile(tokenizer_file, new / "tokenizer.json")
-            rundir.write_json(new / "tokenizer_config.json", _tokenizer_config(tokenizer_file, shape))
-        _write_weights(model, new, dtype=DTYPES[dtype], max_shard_bytes=max_shard_bytes)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError("exists and is not empty", where=str(folder), hint="another folder")
+        with rundir.publishing(folder) as new:
+            rundir.write_json(new / CONFIG_FILE, shape.to_hf(dtype_name=dtype))
+            rundir.write_json(new / "generation_config.json", _generation_config(shape))
+            if tokenizer_file is not None:
+                shutil.copyfile(tokenizer_file, new / "tokenizer.json")
+                rundir.write_json(new / "tokenizer_config.json", _tokenizer_config(tokenizer_file, shape))
+            _write_weights(model, new, dtype=DTYPES[dtype], max_shard_bytes=max_shard_bytes)
+    except OSError as error:
+        raise rundir.io_error(error, folder, doing="exporting the model") from error
+    except SafetensorError as error:  # its writer's word for a full disk
+        raise rundir.io_error(OSError(str(error)), folder, doing="exporting the model") from error
 
 
 def _write_weights(model: Llama, folder: Path, *, dtype: torch.dtype, max_shard_bytes: int) -> None:

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lockstep.errors import DataError, LockstepError, NotFoundError
 
@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"unreadable: {error}", where=str(path)) from None
     if not isinstance(tree, dict):
         raise DataError("expected a JSON object", where=str(path))
-    return tree
+    return cast("dict[str, Any]", tree)
 
 
 def download(model_id: str, filename: str, *, token: str | None = None) -> Path:

@@ -64,8 +64,9 @@ class Llama(nn.Module):
                 return score_next_tokens(x_ND, self._head(), targets_N, chunk_tokens=chunk)
             weights_N = None if token_weights_BL is None else token_weights_BL.flatten()
             return linear_cross_entropy(x_ND, self._head(), targets_N, weights_N, chunk_tokens=chunk)
-        except (IndexError, RuntimeError):
-            self._check_ids(inputs_BL, targets_BL)
+        except (IndexError, RuntimeError) as error:
+            if isinstance(error, IndexError) or "out of bounds" in str(error):  # not out of memory: this takes some
+                self._check_ids(inputs_BL, targets_BL)
             raise
 
     def _head(self) -> Tensor:
@@ -92,7 +93,11 @@ class Llama(nn.Module):
         return self.norm(x_BLD)
 
     def _check_ids(self, inputs_BL: Tensor, targets_BL: Tensor | None) -> None:
-        """After a failure: was it an id outside the vocabulary? A GPU that met one can answer nothing any more."""
+        """After a failure: was it an id outside the vocabulary?
+
+        On a GPU such an id is a device assert, after which nothing can be asked any more. A run does not get there:
+        before any training the tokenizer's highest id is compared with the vocabulary (engine/prepare.py).
+        """
         if inputs_BL.device.type != "cpu":
             return
         ids = [inputs_BL] if targets_BL is None else [inputs_BL, targets_BL[targets_BL != IGNORE]]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.errors import ConfigError, NotFoundError
 from lockstep.registry import suggest
@@ -136,7 +136,7 @@ class LlamaShape:
             rms_norm_eps=read.real("rms_norm_eps", 1e-6),
             tied=tree.get("tie_word_embeddings", False) is True,
             bos=tree["bos_token_id"] if isinstance(tree.get("bos_token_id"), int) else None,
-            eos=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
+            eos=tuple(i for i in cast("list[Any]", eos if isinstance(eos, list) else [eos]) if isinstance(i, int)),
         )
 
 
@@ -164,9 +164,10 @@ class _Reader:
 
 def _read_rope(tree: Mapping[str, Any], where: str) -> tuple[RopeScaling | None, float]:
     """Scaling and theta, from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4)."""
-    inner = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
-    if not isinstance(inner, Mapping):
+    found: object = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
         raise ConfigError("rope_parameters: expected an object", where=where)
+    inner = cast("Mapping[str, Any]", found)
     theta = _Reader({"rope_theta": inner.get("rope_theta", tree.get("rope_theta"))}, where).real("rope_theta", 1e4)
     kind = inner.get("rope_type", inner.get("type", "default"))
     if inner.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", "llama3"):
@@ -214,11 +215,13 @@ KNOWN: dict[str, LlamaShape] = {
 
 def known(name: str) -> LlamaShape | None:
     """The shape of that name, in any case, with or without its owner."""
+    return KNOWN.get(_full_name(name))
+
+
+def _full_name(name: str) -> str:
+    """The name as it stands in KNOWN, or ''."""
     wanted = name.lower()
-    for full, shape in KNOWN.items():
-        if wanted in (full.lower(), full.lower().partition("/")[2]):
-            return shape
-    return None
+    return next((full for full in KNOWN if wanted in (full.lower(), full.lower().partition("/")[2])), "")
 
 
 def resolve(options: LlamaOptions, *, context_length: int, token: str | None = None) -> LlamaShape:
@@ -277,7 +280,14 @@ def _check(shape: LlamaShape, context_length: int) -> None:
 
 
 def _check_pretrained(options: LlamaOptions, base: LlamaShape, shape: LlamaShape) -> None:
-    """Weights that exist have the sizes they have."""
+    """Weights that exist have the sizes they have; our own shapes have none."""
+    path = options.model_path
+    if _full_name(path).startswith("lockstep/") and not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"{path!r} is a shape without weights",
+            where="model.init",
+            hint="model.init=random, or model.model_path=FOLDER with weights",
+        )
     free = {"num_layers", "max_position_embeddings", "rope_theta", "rope_scaling"}
     for name in (field.name for field in fields(shape) if field.name not in free):
         if getattr(shape, name) != getattr(base, name):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.contracts import Array
 
 PACK_TOKENS = 1 << 20  # tokens gathered before rows are cut
+GREEDY_BELOW = 1e-6  # a temperature at which the likeliest token leaves the others nothing that fp32 could hold
 
 
 def build(options: CausalOptions) -> Causal:
@@ -122,7 +123,7 @@ def _cut(tokens: Array, context_length: int) -> tuple[Array, Array]:
 
 def _draw(logits_V: Tensor, options: SampleOptions, generator: torch.Generator) -> int:
     """One token: the likeliest at temperature 0, else from the top k."""
-    if options.temperature == 0:
+    if options.temperature < GREEDY_BELOW:
         return int(logits_V.argmax())
     k = min(options.top_k, logits_V.numel()) if options.top_k > 0 else logits_V.numel()
     top_K, ids_K = logits_V.topk(k)

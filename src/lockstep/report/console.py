@@ -153,7 +153,7 @@ class Summary(_Facts):
         skipped = [f"({self.skipped:,} skipped by fp16 overflow)"] if self.skipped else []
         rows = [
             ("steps", [f"{self.steps:,}", *skipped]),
-            ("train loss", [loss + format_number(self.loss)] if self.steps else []),
+            ("train loss", [loss + format_number(self.loss)] if not math.isnan(self.loss) else []),
             ("validation", validation),
             ("speed", speed),
             ("peak memory", [format_bytes(self.peak_memory_bytes)] if self.peak_memory_bytes else []),

@@ -67,7 +67,7 @@ class TensorboardSink:
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._writer is None or self._package is None:
             return
-        step = int(fields.get("step", 0))
+        step = int(fields.get("step") or 0)
         if kind == "eval":
             numbers = {name: value for name, value in fields.items() if name != "step" and _is_number(value)}
             last = max(0, step - 1)  # steps count from 0: the curve of the last finished one, and a resume keeps it

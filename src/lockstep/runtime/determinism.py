@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.runtime import env
+from lockstep.runtime.hardware import threads_text
 
 MASK_64 = (1 << 64) - 1
 
@@ -35,7 +36,7 @@ def reseed(device: torch.device, *words: int) -> None:
 def label(device: torch.device, *, deterministic: bool) -> str:
     """What may be promised about the bits of this run, for the banner."""
     if device.type == "cpu":
-        return f"bit-reproducible on this kind of CPU with {torch.get_num_threads()} threads"
+        return f"bit-reproducible on this kind of CPU with {threads_text()}"
     return "bit-reproducible on this kind of GPU" if deterministic else "not bit-reproducible (--deterministic is)"
 
 
@@ -44,17 +45,21 @@ def mode(device: torch.device, *, deterministic: bool, threads: int) -> Iterator
     """Fix the number of threads and, if asked, allow only kernels that repeat their bits."""
     previous_threads = torch.get_num_threads()
     previous = torch.are_deterministic_algorithms_enabled()
+    previous_benchmark = torch.backends.cudnn.benchmark
     torch.set_num_threads(threads or default_threads())
     if deterministic and device.type == "cuda":
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
-        _make_inductor_deterministic()
+        _make_inductor_deterministic(True)
     try:
         yield
     finally:
         torch.set_num_threads(previous_threads)
-        torch.use_deterministic_algorithms(previous)
+        if deterministic and device.type == "cuda":
+            torch.use_deterministic_algorithms(previous)
+            torch.backends.cudnn.benchmark = previous_benchmark
+            _make_inductor_deterministic(previous)
 
 
 def default_threads() -> int:
@@ -63,8 +68,8 @@ def default_threads() -> int:
     return int(asked) if asked.isdigit() and int(asked) > 0 else len(os.sched_getaffinity(0))
 
 
-def _make_inductor_deterministic() -> None:
+def _make_inductor_deterministic(wanted: bool) -> None:
     import torch._inductor.config as inductor
 
     if hasattr(inductor, "deterministic"):
-        inductor.deterministic = True
+        inductor.deterministic = wanted

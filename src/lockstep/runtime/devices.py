@@ -6,12 +6,17 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import env
 
+if TYPE_CHECKING:
+    from lockstep.runtime.options import SystemOptions
+
 QUERY = "index,uuid,name,memory.total,memory.free,utilization.gpu"
+SHORT_QUERY = "index,utilization.gpu"  # the documented one: what every nvidia-smi answers
+NO_GPU = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that mean the CPU; the last is SLURM's
 ASK_SECONDS = 30  # a driver that is waking up is slow, one that is broken never answers
 MIB = 1 << 20
 
@@ -30,10 +35,32 @@ class Gpu:
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs this process may use: all of them, or those of CUDA_VISIBLE_DEVICES in its order."""
+    return _restrict(_all_gpus(), env.get("CUDA_VISIBLE_DEVICES", "all"))
+
+
+def check_asked(system: SystemOptions) -> None:
+    """Refuse to train on the CPU where a GPU was asked for: by CUDA_VISIBLE_DEVICES or by system.device_id."""
+    device, visible = system.device, env.get("CUDA_VISIBLE_DEVICES", "all")
+    first = visible.partition(",")[0].strip()
+    if device != "cpu" and visible != "all" and first not in NO_GPU and not first.startswith("MIG-"):
+        gpus = _all_gpus()
+        if gpus and not _restrict(gpus, visible):
+            numbers = f"GPUs {gpus[0].index}-{gpus[-1].index}" if len(gpus) > 1 else f"GPU {gpus[0].index}"
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES={visible[:80]} names none of the {numbers}",
+                hint=f"CUDA_VISIBLE_DEVICES={gpus[0].index}, or --device cpu",
+            )
+    if system.device_id > 0 and (device == "cpu" or (device == "auto" and not visible_gpus())):
+        raise ConfigError(
+            f"{system.device_id} needs a GPU, and this run has none", where="system.device_id", hint="leave it out"
+        )
+
+
+def _all_gpus() -> list[Gpu]:
     gpus = _ask_nvml()
     if gpus is None:
-        gpus = _ask_nvidia_smi() if shutil.which("nvidia-smi") else []
-    return _restrict(gpus, env.get("CUDA_VISIBLE_DEVICES", "all"))
+        return _ask_nvidia_smi() if shutil.which("nvidia-smi") else []
+    return gpus
 
 
 def idlest_gpu() -> int:
@@ -100,19 +127,31 @@ def _describe(nvml: Any, index: int) -> Gpu:
 
 def _ask_nvidia_smi() -> list[Gpu]:
     """What the command says; [] where it cannot reach a driver."""
-    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    return _query(QUERY) or _query(SHORT_QUERY)
+
+
+def _query(fields: str) -> list[Gpu]:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    names = fields.split(",")
+    found = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names) and row[0].isdigit()]
     return [
-        Gpu(int(row[0]), row[1], row[2], _number(row[3]) * MIB, _number(row[4]) * MIB, _number(row[5]))
-        for row in rows
-        if len(row) == len(QUERY.split(",")) and row[0].isdigit()
+        Gpu(
+            index=int(cells["index"]),
+            uuid=cells.get("uuid", ""),
+            name=cells.get("name", "GPU"),
+            memory_bytes=_number(cells.get("memory.total", "")) * MIB,
+            free_bytes=_number(cells.get("memory.free", "")) * MIB,
+            utilisation=_number(cells["utilization.gpu"]),
+        )
+        for cells in found
     ]
 
 
 def _number(cell: str) -> int:
-    """A count, or 0 where nvidia-smi says [N/A]."""
+    """A count, or 0 where nvidia-smi says nothing or [N/A]."""
     return int(float(cell)) if cell.replace(".", "", 1).isdigit() else 0

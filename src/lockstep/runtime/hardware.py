@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 
+import psutil
 import torch
 
 from lockstep.errors import ConfigError
 
-# Dense bf16/fp16 peak in FLOP/s by a part of the card's name: what vendors' data sheets give, the first match counts.
+# Dense bf16/fp16 peak in FLOP/s by a word of the card's name: what vendors' data sheets give, the first match counts.
 PEAK_FLOPS = (
     ("GB200", 2.5e15), ("B200", 2.25e15), ("H200", 989e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("GH200", 989e12),
     ("A100", 312e12), ("L40S", 362e12), ("A10G", 70e12), ("A10", 125e12), ("L4", 121e12), ("RTX 4090", 165e12),
@@ -38,7 +40,13 @@ def device_name(device: torch.device) -> str:
     """The card's name, or how many cores do the work."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({torch.get_num_threads()} threads)"
+    return f"CPU ({threads_text()})"
+
+
+def threads_text() -> str:
+    """How many threads compute."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -46,7 +54,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS if part in name), None)
+    return next((peak for word, peak in PEAK_FLOPS if re.search(rf"\b{word}\b", name)), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -55,6 +63,13 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What can still be had: of the card, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 def total_memory_bytes(device: torch.device) -> int | None:

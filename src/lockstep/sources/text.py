@@ -7,14 +7,16 @@ line ends, else at blanks, so that even one single file can be split into traini
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
 from lockstep.rundir import sha256, write_json
@@ -84,6 +86,23 @@ def _boundary(text: str, start: int, end: int) -> int:
     return end
 
 
+@contextlib.contextmanager
+def _reading(file: Path) -> Generator[None]:
+    """Whatever keeps a file from being read, as one message that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise NotFoundError("the file has gone", where=str(file)) from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})",
+            where=str(file),
+            hint=f"iconv -f LATIN1 -t UTF-8 {file.name} > utf8{file.suffix}, if it is Latin-1",
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", where=str(file)) from error
+
+
 class TextSource:
     """Documents of local files."""
 
@@ -94,20 +113,21 @@ class TextSource:
         self.column = column
         self.files = find_files(pattern)
         self._memo = memo
-        total = sum(file.stat().st_size for _, file in self.files if file.suffix.lower() == ".txt")
+        total = sum(_size(file) for _, file in self.files if file.suffix.lower() == ".txt")
         self._limit = min(max(total // SHARE_OF_DOCUMENT, MIN_CUT_CHARACTERS), MAX_CUT_CHARACTERS)
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Names, sizes and SHA-256 of the files. A large file is read again only when its size or time changed."""
         known = _read_memo(self._memo)
-        entries: list[list[Any]] = []
+        entries: list[tuple[str, int, str]] = []
         learnt: dict[str, list[Any]] = {}
         for name, file in self.files:
-            status = file.stat()
-            seen = [status.st_size, status.st_mtime_ns, status.st_ino]
-            place = str(file.resolve())
-            digest = known[place][1] if known.get(place, [None])[0] == seen else sha256(file)
-            entries.append([name, status.st_size, digest])
+            with _reading(file):
+                status = file.stat()
+                seen = [status.st_size, status.st_mtime_ns, status.st_ino]
+                place = str(file.resolve())
+                digest: str = known[place][1] if place in known and known[place][0] == seen else sha256(file)
+            entries.append((name, status.st_size, digest))
             if status.st_size >= MEMO_BYTES and time.time() - status.st_mtime > MEMO_AGE_SECONDS:
                 learnt[place] = [seen, digest]
         if self._memo and not learnt.items() <= known.items():
@@ -119,20 +139,10 @@ class TextSource:
     def documents(self) -> Iterator[str]:
         readers = {".txt": self._txt, ".jsonl": self._jsonl, ".json": self._json, ".parquet": self._parquet}
         for _, file in self.files:
-            try:
+            with _reading(file):
                 for text in readers[file.suffix.lower()](file):
                     if text.strip():
                         yield _encodable(text)
-            except FileNotFoundError:
-                raise NotFoundError("the file has gone", where=str(file)) from None
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})",
-                    where=str(file),
-                    hint=f"iconv -f LATIN1 -t UTF-8 {file.name} > utf8{file.suffix}, if it is Latin-1",
-                ) from error
-            except OSError as error:
-                raise DataError(f"cannot be read: {error.strerror or error}", where=str(file)) from error
 
     def _txt(self, file: Path) -> Iterator[str]:
         with file.open(encoding="utf-8-sig") as opened:
@@ -149,20 +159,20 @@ class TextSource:
         where = str(file)
         items = _parse(file.read_text(encoding="utf-8-sig"), where)
         if isinstance(items, dict):
-            lists = {name: value for name, value in items.items() if isinstance(value, list)}
+            inside = cast("dict[str, Any]", items).items()
+            lists = {name: cast("list[Any]", value) for name, value in inside if isinstance(value, list)}
             name = self.column if self.column in lists else next((name for name in COLUMNS if name in lists), None)
             if name is None and len(lists) != 1:
                 raise DataError(f"an object with {len(lists)} lists: which holds the documents?", where=where)
             items = lists[name] if name is not None else next(iter(lists.values()))
         if not isinstance(items, list):
             raise DataError(f"a list was expected, got {type(items).__name__}", where=where)
-        for index, item in enumerate(items):
+        for index, item in enumerate(cast("list[Any]", items)):
             yield self._text(item, f"{where}: item {index}")
 
     def _parquet(self, file: Path) -> Iterator[str]:
         try:
-            import pyarrow
-            from pyarrow import parquet
+            arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         except ImportError as error:
             raise LockstepError(
                 "pyarrow, which reads .parquet, is not installed", hint="pip install pyarrow"
@@ -174,7 +184,7 @@ class TextSource:
                 for batch in opened.iter_batches(columns=[column]):
                     for text in batch.column(0).to_pylist():
                         yield text or ""
-        except pyarrow.ArrowException as error:
+        except arrow.ArrowException as error:
             raise DataError(f"not a readable parquet file: {error}", where=str(file)) from error
 
     def _text(self, item: object, where: str) -> str:
@@ -183,11 +193,12 @@ class TextSource:
             return item
         if not isinstance(item, dict):
             raise DataError(f"text or an object was expected, got {type(item).__name__}", where=where)
-        wanted = (self.column, *COLUMNS)  # null in one of these is a document without text
-        fields = [
-            str(key) for key, value in item.items() if isinstance(value, str) or (value is None and key in wanted)
-        ]
-        return item[self._choose(fields, where)] or ""
+        texts = {
+            key: value or ""
+            for key, value in cast("dict[str, Any]", item).items()
+            if isinstance(value, str) or (value is None and key in (self.column, *COLUMNS))  # null: no text
+        }
+        return texts[self._choose(list(texts), where)]
 
     def _choose(self, fields: list[str], where: str) -> str:
         """The field that holds the text, among those that hold any."""
@@ -213,6 +224,8 @@ def _parse(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         line = "" if error.lineno == 1 else f" line {error.lineno},"
         raise DataError(f"not JSON:{line} column {error.colno}: {error.msg}", where=where) from None
+    except ValueError as error:  # a number of more digits than Python turns into one
+        raise DataError(f"not readable JSON: {error}", where=where) from None
     except RecursionError:
         raise DataError("JSON nested too deeply", where=where) from None
 
@@ -226,13 +239,23 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _read_memo(memo: Path | None) -> dict[str, Any]:
-    """Remembered hashes; a memo that cannot be read is no loss."""
+def _size(file: Path) -> int:
+    with _reading(file):
+        return file.stat().st_size
+
+
+def _read_memo(memo: Path | None) -> dict[str, list[Any]]:
+    """Remembered [size, time and inode, hash] of files; what is not of this form is no loss."""
     try:
-        known = json.loads(memo.read_text(encoding="utf-8")) if memo else {}
-    except (OSError, ValueError):
+        known = json.loads(memo.read_text(encoding="utf-8")) if memo else None
+    except (OSError, ValueError, RecursionError):
         return {}
-    return known if isinstance(known, dict) else {}
+    entries = cast("dict[str, Any]", known).items() if isinstance(known, dict) else ()
+    return {place: entry for place, entry in entries if _is_memo_entry(entry)}
+
+
+def _is_memo_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and [type(part) for part in cast("list[Any]", entry)] == [list, str]
 
 
 def _write_memo(memo: Path, known: Mapping[str, Any]) -> None:

@@ -1,0 +1,176 @@
+"""How a program ends: every way out becomes an exit code, and words the user can act on. Shared by all commands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn, TextIO
+
+from lockstep import __version__
+from lockstep.errors import ExitCode, LockstepError, Stopped
+from lockstep.runtime import env
+
+BROKEN_PIPE = 141  # what a shell reports for a command whose reader went away
+Kind = Literal["error", "stopped", "crash"]
+Tell = Callable[[str, Kind], None]
+
+
+def say(*lines: str) -> None:
+    """Print lines, now: a reader that went away and a full disk are noticed here and not at the very end."""
+    try:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+    except OSError as error:
+        _drop(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise
+        what = f"cannot write: {error.strerror or error}"
+        raise LockstepError(what, where="standard output", exit_code=ExitCode.IO) from error
+
+
+def complain(text: str, kind: Kind = "error") -> None:
+    """To the error stream; where that takes nothing more, there is nobody to tell."""
+    try:
+        sys.stderr.write(env.redact(f"lockstep: {'error: ' if kind == 'error' else ''}{text}\n"))
+        sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
+
+
+def run(program: Callable[[], int], words: Sequence[str], tell: Tell = complain) -> int:
+    """The exit code of a program with these words on its command line; whatever it raises is told."""
+    _open_streams()
+    _hide_tokens(words)
+    try:
+        code = _finish(program)
+        say()  # what argparse and the log have left in the stream
+        return code
+    except BaseException as error:
+        with _deaf():  # another Ctrl-C must not cut the explanation short
+            return int(_explain(error, words, tell))
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run a main function as the whole process: once it is over, no Ctrl-C can change its exit code."""
+    try:
+        code = main()
+    except KeyboardInterrupt:  # in the instant between two handlers
+        code = int(ExitCode.INTERRUPTED)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
+def _finish(program: Callable[[], int]) -> int:
+    try:
+        return int(program())
+    except SystemExit as done:  # argparse has shown its help
+        return done.code if isinstance(done.code, int) else int(ExitCode.DONE)
+
+
+def _explain(error: BaseException, words: Sequence[str], tell: Tell) -> int:
+    match error:
+        case Stopped():
+            place = f" ({error.where})" if error.where else ""
+            tell(str(Stopped(error.what + place, hint=error.hint)), "stopped")
+            return error.exit_code
+        case LockstepError():
+            tell(str(error), "error")
+            return error.exit_code
+        case KeyboardInterrupt():
+            tell("interrupted", "stopped")
+            return ExitCode.INTERRUPTED
+        case BrokenPipeError():
+            return BROKEN_PIPE
+        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] != "lockstep":
+            tell(f"{sys.executable} has no package {name!r}\n  try: {_install_command()}", "error")
+            return ExitCode.FAILED
+        case Exception():
+            tell(_crash_report(error, words), "crash")
+            return ExitCode.FAILED
+        case _:
+            raise error
+
+
+def _crash_report(error: Exception, words: Sequence[str]) -> str:
+    """An error nobody foresaw: a short block for the user, the traceback in a file for whoever mends it."""
+    import traceback
+
+    text = env.redact("".join(traceback.format_exception(error)))
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    report = _write_report(
+        f"lockstep {__version__}, Python {sys.version}\n{env.redact(' '.join(words))}\n\n{text}",
+        folders=(getattr(error, "run", None), None),
+    )
+    lines = [
+        f"unexpected {type(error).__name__}: {str(error)[:300]}",
+        f"  at {frame.filename}:{frame.lineno} ({frame.name})",
+        f"  full traceback: {report}" if report else "  LOCKSTEP_TRACEBACK=1 shows the full traceback",
+        "  this is a fault of lockstep, not of your settings: please report it with that traceback",
+    ]
+    if "--debug" in words or env.get("LOCKSTEP_TRACEBACK") == "1":
+        lines.append(text.rstrip())
+    return "\n".join(lines)
+
+
+def _write_report(text: str, *, folders: Sequence[Path | None]) -> str:
+    """Into the first folder that takes it (None: the one for temporary files); where it is, or ''."""
+    import tempfile
+
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            descriptor, path = tempfile.mkstemp(prefix="lockstep-crash-", suffix=".txt", dir=folder)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            return path
+    return ""
+
+
+def _install_command() -> str:
+    """How to give this interpreter what it lacks."""
+    lock = Path(__file__).parents[2] / "requirements.lock"
+    return f"{sys.executable} -m pip install {f'-r {lock}' if lock.is_file() else 'lockstep-train'}"
+
+
+def _open_streams() -> None:
+    """Streams that can be written to, in UTF-8 whatever LANG says; one that was closed (`>&-`) leads nowhere."""
+    for name in ("stdout", "stderr"):
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what a broken stream still holds vanish, or Python complains once more at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+@contextlib.contextmanager
+def _deaf() -> Generator[None]:
+    """Ctrl-C means nothing until the block ends (only the main thread may say so)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _hide_tokens(words: Sequence[str]) -> None:
+    """A token on the command line is a secret from the first moment."""
+    for index, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name.lstrip("-").replace("-", "_").rpartition(".")[2] == "hf_token":
+            env.hide(text if equals else "".join(words[index + 1 : index + 2]))

@@ -1,0 +1,66 @@
+"""How the documented scripts start and end: GPUs that are not there, names of runs, stops and crashes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ExitCode, Stopped
+from tests.doors.test_model_check import QUICK, TEST_CONFIG, Run
+
+
+@pytest.mark.parametrize("script", ["pretrain_main.py", "run.sh"])
+def test_a_gpu_that_is_not_there_never_becomes_the_cpu(
+    door: Run, in_dir: Path, smi: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    smi((0, 0, 1000), (1, 0, 1000))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    before = set(Path("/tmp").glob("model_check_logs_*"))
+    outcome = door(script, "--config", TEST_CONFIG)
+    assert outcome.code == 2
+    assert "CUDA_VISIBLE_DEVICES=9 names none of the GPUs 0-1" in outcome.err
+    assert set(Path("/tmp").glob("model_check_logs_*")) == before, "refused before anything was made"
+
+
+def test_a_run_is_named_after_its_file(door: Run, in_dir: Path) -> None:
+    assert door("pretrain_main.py", *QUICK, "--max-steps", "1").code == 0
+    (run,) = (path for path in (in_dir / "runs").iterdir() if not path.is_symlink())
+    assert run.name.startswith("llama-test_config-")
+
+
+def interrupted(_: object) -> None:
+    from lockstep.report.logs import setup_logging
+
+    setup_logging(tag="GPU0", prefix="colon")
+    raise Stopped("stopped by SIGINT", where="runs/x", hint="lockstep resume runs/x", exit_code=ExitCode.INTERRUPTED)
+
+
+def failing(_: object) -> None:
+    from lockstep.report.logs import setup_logging
+
+    setup_logging(tag="GPU0", prefix="colon")
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("script", ["pretrain_main.py", "run_training.sh"])
+def test_a_stop_is_a_warning_and_a_crash_a_failure(
+    door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(in_dir))
+    logs = set(Path("/tmp").glob("model_check_logs_*"))
+    monkeypatch.setattr("lockstep.engine.train.train", interrupted)
+    outcome = door(script, *QUICK)
+    assert outcome.code == 130
+    assert "GPU0:WARNING | [GPU 0] stopped by SIGINT (runs/x)" in outcome.out
+    assert "try: lockstep resume runs/x" in outcome.out
+    assert not any(word in outcome.text for word in ("ERROR", "error", "FAILURE"))
+    monkeypatch.setattr("lockstep.engine.train.train", failing)
+    outcome = door(script, *QUICK)
+    assert outcome.code == 1
+    assert "GPU0:ERROR | [GPU 0] unexpected RuntimeError: boom" in outcome.out
+    assert ("[FAILURE] Training failed on GPU 0" in outcome.out) == (script == "run_training.sh")
+    for folder in set(Path("/tmp").glob("model_check_logs_*")) - logs:
+        shutil.rmtree(folder)

@@ -1,0 +1,252 @@
+"""How runs end: every failing start with its own words and code, nothing hidden, nothing good overwritten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engine import checkpoint, state
+from lockstep.engine.checkpoint import Checkpointer, State
+from lockstep.errors import DataError, ExitCode, LockstepError
+from lockstep.report.jsonl import read_events
+from tests.conftest import Outcome
+from tests.gates.training import run
+
+Cli = Callable[..., Outcome]
+TINY = ("train", "llama", "tiny", "--device", "cpu", "--max-steps", "2", "training.eval_batches=1", "system.threads=1")
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+FAILING_STARTS = [  # settings, exit code, what the user must read
+    (("data.dataset_name=wikitext",), 66, "wikitext"),
+    (("--data-path", "missing.txt"), 66, "missing.txt"),
+    (("--data-path", "empty.txt"), 65, "too few"),
+    (("--data-path", "short.txt"), 65, "too few"),
+    (("data.tokenizer_name=no/such/tokenizer",), 66, "no/such/tokenizer"),
+    (("model.attention_backend=cudnn",), 2, "attention_backend"),
+    (("--checkpoint", "nowhere.pt"), 66, "nowhere.pt"),
+    (("--checkpoint", "junk.pt"), 65, "refused"),
+    (("--resume", "runs/nothing"), 66, "runs/nothing"),
+    (("data.cache_dir=/proc/cache",), 73, "/proc/cache"),
+    (("training.checkpoint_dir=/proc/checkpoints",), 73, "training.checkpoint_dir"),
+    (("--out", "/proc/out"), 73, "/proc/out"),
+    (
+        ("model.model_path=meta-llama/Llama-3.1-8B", "model.num_layers=32", "data.tokenizer_name=builtin"),
+        1,
+        "does not fit",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "code", "words"), FAILING_STARTS, ids=lambda value: str(value)[:40])
+def test_a_failing_start_says_why(
+    settings: tuple[str, ...], code: int, words: str, in_dir: Path, lockstep: Cli
+) -> None:
+    """With all sinks on, as users run it."""
+    (in_dir / "empty.txt").write_text("")
+    (in_dir / "short.txt").write_text("too short\n\nreally")
+    (in_dir / "junk.pt").write_bytes(b"not a checkpoint")
+    failed = lockstep(*TINY, *settings)
+    assert failed.code == code or (code == 73 and failed.code == ExitCode.IO), failed.text
+    assert words in failed.err
+    assert "Traceback" not in failed.text
+    assert "fault of lockstep" not in failed.text
+    assert not (in_dir / "runs" / "latest").exists(), "a run that never started is not the latest"
+
+
+def test_a_broken_sink_does_not_hide_the_error(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("the sink broke")
+
+    monkeypatch.setattr("lockstep.report.tensorboard.TensorboardSink.event", broken)
+    failed = lockstep(*TINY, "--data-path", "missing.txt")
+    assert failed.code == 66
+    assert "missing.txt" in failed.err
+
+
+def test_a_failing_last_save_does_not_hide_the_error(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead_gpu(*_: Any) -> State:
+        raise RuntimeError("CUDA error: the card is gone")
+
+    monkeypatch.setattr("lockstep.engine.loop.capture", dead_gpu)
+    monkeypatch.setenv("LOCKSTEP_FAULT", "nan_loss@step=1")
+    failed = lockstep(*TINY, "--name", "a")
+    assert failed.code == ExitCode.NON_FINITE
+    assert json.loads((in_dir / "runs" / "a" / "failure.json").read_text())["exit_code"] == 71
+    assert "the card is gone" in failed.out
+
+
+def test_a_failure_at_step_0_leaves_a_checkpoint(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULT", "nan_grad@step=0")
+    assert lockstep(*TINY, "--name", "a", "training.checkpoint_dir=.checkpoints").code == ExitCode.NON_FINITE
+    assert (in_dir / "runs" / "a" / "checkpoints" / "step_00000000").is_dir()
+    assert (in_dir / ".checkpoints" / "error.pt").is_file()
+    monkeypatch.delenv("LOCKSTEP_FAULT")
+    assert lockstep("resume", "runs/a").code == 0
+    assert not (in_dir / "runs" / "a" / "failure.json").exists(), "made good"
+
+
+def test_an_error_after_the_update_saves_nothing(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are then of step 2, the counts of step 1: no state that may be gone on from."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "flip_weight@step=1,tensor=nope,bit=3")
+    failed = lockstep(*TINY, "--name", "a")
+    assert failed.code == 2
+    assert not list((in_dir / "runs" / "a" / "checkpoints").glob("step_*"))
+
+
+def test_a_refused_resume_leaves_a_good_run_as_it_was(in_dir: Path, lockstep: Cli) -> None:
+    assert lockstep(*TINY, "--name", "a").code == 0
+    before = (in_dir / "runs" / "a" / "events.jsonl").read_bytes()
+    refused = lockstep(*TINY, "--resume", "runs/a", "--lr", "1e-4")
+    assert refused.code == 2
+    assert "training.learning_rate" in refused.err
+    assert (in_dir / "runs" / "a" / "events.jsonl").read_bytes() == before
+    assert not (in_dir / "runs" / "a" / "failure.json").exists()
+    again = lockstep("resume", "runs/a")
+    assert again.code == 0
+    assert "nan" not in again.out
+    assert "weights: random" not in again.out
+
+
+def test_other_folders_are_not_checkpoints(in_dir: Path, lockstep: Cli) -> None:
+    flags = (*TINY[:-2], "training.save_interval=1", "--name", "a")
+    assert lockstep(*flags).code == 0
+    folder = in_dir / "runs" / "a" / "checkpoints"
+    shutil.copytree(folder / "step_00000001", folder / "step_best")
+    shutil.copytree(folder / "step_00000001", folder / "step_00000001_backup")
+    assert [path.name for path in Checkpointer(folder).found()] == ["step_00000001", "step_00000002"]
+    Checkpointer(folder, keep_last=2).save(3, checkpoint.load(folder / "step_00000002"))
+    assert (folder / "step_best").is_dir()
+    assert (folder / "step_00000001_backup").is_dir()
+    assert [path.name for path in Checkpointer(folder).found()] == ["step_00000002", "step_00000003"]
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    tensor = {"w": torch.ones(3)}
+    saver = Checkpointer(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        saver.save(step, State(tensor, tensor, {"step": step}))
+    (tmp_path / "step_00000003" / "model.safetensors").write_bytes(b"")
+    saver.save(4, State(tensor, tensor, {"step": 4}))
+    assert [path.name for path in saver.found() if checkpoint.is_good(path)] == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.parametrize(
+    "manifest", ['{"files": {}}', "[]", "{", '{"files": {"%s": {"bytes": 1, "sha256": ""}}}' % ("x" * 300)]
+)
+def test_an_odd_manifest_is_passed_over(manifest: str, tmp_path: Path) -> None:
+    tensor = {"w": torch.ones(3)}
+    saver = Checkpointer(tmp_path)
+    for step in (1, 2):
+        saver.save(step, State(tensor, tensor, {"step": step}))
+    (tmp_path / "step_00000002" / "manifest.json").write_text(manifest)
+    newest = saver.latest()
+    assert newest is not None
+    assert newest.name == "step_00000001"
+
+
+def test_the_tokenizer_survives_a_cleared_cache(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rm -rf .cache` is a documented command; given during a run it must not cost the run its tokenizer."""
+    import lockstep.engine.loop as loop
+
+    save = loop.save
+
+    def clear_then_save(*args: Any) -> Path:
+        shutil.rmtree(in_dir / "mine", ignore_errors=True)
+        return save(*args)
+
+    monkeypatch.setattr(loop, "save", clear_then_save)
+    assert lockstep(*TINY, "--name", "a", "data.cache_dir=mine").code == 0
+    assert not (in_dir / "mine").exists()
+    assert lockstep("sample", "runs/a", "The", "--tokens", "3").code == 0
+
+
+def test_a_prompt_that_cannot_be_read_does_not_undo_the_training(in_dir: Path, lockstep: Cli) -> None:
+    flags = ("data.dataset_name=synthetic", "data.tokenizer_name=auto", "report.sample_prompt=ZZZ")
+    done = lockstep(*TINY, *flags, "--name", "a")
+    assert done.code == 0, done.text
+    assert "No sample" in done.out
+    assert read_events(in_dir / "runs" / "a" / "events.jsonl")[-1]["kind"] == "end"
+
+
+def test_from_fp32_to_fp16_with_leave(in_dir: Path, lockstep: Cli) -> None:
+    assert lockstep(*TINY, "--name", "a").code == 0
+    flags = ("--resume", "runs/a", "--checkpoint.allow-mismatch", "true", "--precision", "fp16", "training.max_steps=3")
+    changed = lockstep(*TINY, *flags)
+    assert changed.code == 0, changed.text
+    assert "no loss scale" in changed.out
+
+
+def test_foreign_folders_beside_the_runs_are_no_trouble(in_dir: Path, lockstep: Cli) -> None:
+    for number, text in enumerate(("[]", "{", '{"family": "llama", "created": "x"}')):
+        (in_dir / "runs" / f"odd{number}").mkdir(parents=True)
+        (in_dir / "runs" / f"odd{number}" / "config.json").write_text(text)
+    assert lockstep(*TINY, "--resume", "auto").code == 0
+
+
+DAMAGES: list[Callable[[dict[str, Any]], None]] = [
+    lambda run: run.pop("progress"),
+    lambda run: run.pop("applied_steps"),
+    lambda run: run["progress"].update(extra=1),
+    lambda run: run["progress"].update(step=-3),
+    lambda run: run["progress"].update(step="x"),
+    lambda run: run["progress"].update(step=7),
+    lambda run: run.update(loss_scale={"scale": "x"}),
+    lambda run: run["about"].pop("identity"),
+    lambda run: run["about"].update(data_key="another"),
+    lambda run: run.update(about=[]),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
+def test_a_state_that_does_not_add_up_is_refused(damage: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    settings = {"training.max_steps": 2, "training.eval_interval": 0}
+    run(tmp_path / "a", settings)
+    folder = tmp_path / "a" / "checkpoints" / "step_00000002"
+    good = checkpoint.load(folder)
+    values = json.loads(json.dumps(good.run))
+    damage(values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "load", lambda _: State(good.model, good.optimizer, values))
+        with pytest.raises(LockstepError):
+            run(tmp_path / "b", settings, point=folder)
+
+
+def test_moments_of_another_shape_are_refused(tmp_path: Path) -> None:
+    settings = {"training.max_steps": 2, "training.eval_interval": 0}
+    parts, _ = run(tmp_path / "a", settings)
+    good = checkpoint.load(tmp_path / "a" / "checkpoints" / "step_00000002")
+    name = "exp_avg.tok_embed.weight"
+    with pytest.raises(DataError, match="moments are of another model"):
+        state.restore(parts.stepper, State(good.model, {**good.optimizer, name: torch.zeros(1)}, good.run))
+
+
+def test_a_documented_file_of_another_program_can_be_gone_on_from(in_dir: Path, lockstep: Cli) -> None:
+    flags = (*TINY, "training.checkpoint_dir=.checkpoints", "--precision", "fp16", "training.save_interval=1")
+    assert lockstep(*flags, "training.context_length=8").code == 0
+    path = in_dir / ".checkpoints" / "step_1.pt"
+    content = torch.load(path, weights_only=True)
+    assert {"scale", "growth_tracker"} <= content["scaler_state_dict"].keys(), "contract 1.3: when AMP"
+    del content["lockstep"]
+    torch.save(content, path)
+    resumed = lockstep(*flags, "training.context_length=8", "--name", "b", "--checkpoint", ".checkpoints/step_1.pt")
+    assert resumed.code == 0, resumed.text
+    assert "not bit-exact" in resumed.out
+    steps = [event["step"] for event in read_events(in_dir / "runs" / "b" / "events.jsonl") if event["kind"] == "step"]
+    assert steps == [1]
+
+
+@pytest.mark.parametrize("content", [torch.ones(2), {}, [1], {"optimizer_state_dict": {"state": []}, "global_step": 1}])
+def test_other_pt_files_are_refused(content: Any, in_dir: Path, lockstep: Cli) -> None:
+    torch.save(content, in_dir / "odd.pt")
+    refused = lockstep(*TINY, "--checkpoint", "odd.pt")
+    assert refused.code == ExitCode.DATA, refused.text
+    assert "odd.pt" in refused.err

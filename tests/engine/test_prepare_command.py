@@ -1,0 +1,62 @@
+"""`lockstep prepare` and its --list, --verify and --clean, on a real cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ExitCode
+from tests.conftest import Outcome
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def prepare(lockstep: Cli, in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """`lockstep prepare llama tiny`, on few documents, into the working directory."""
+    monkeypatch.delenv("DATASET_CACHE_DIR", raising=False)
+    return lambda *words: lockstep("prepare", "llama", "tiny", "data.max_train_samples=40", *words)
+
+
+def test_a_dataset_is_prepared_listed_checked_and_removed(prepare: Cli, in_dir: Path) -> None:
+    root = in_dir / ".cache" / "datasets"
+    assert prepare().code == ExitCode.DONE
+    (folder,) = (path for path in root.iterdir() if path.is_dir())
+    (root / "notes.txt").write_text("mine", encoding="utf-8")
+    place = str(folder.relative_to(in_dir))
+
+    listed = prepare("--list")
+    assert listed.code == ExitCode.DONE
+    assert place in listed.out
+    assert "builtin" in listed.out
+    assert "notes" not in listed.out
+
+    whole = prepare("--verify")
+    assert whole.code == ExitCode.DONE
+    assert "intact" in whole.out
+
+    cleaned = prepare("--clean")
+    assert cleaned.code == ExitCode.DONE
+    assert f"Removed {place}" in cleaned.out
+    assert [path.name for path in root.iterdir()] == ["notes.txt"]
+    assert "No prepared dataset" in prepare("--list").out
+
+
+@pytest.mark.parametrize("name", ["train/tokens.npy", "validation/rows.json", "tokenizer.json", "meta.json"])
+def test_a_flipped_bit_is_found_named_and_repaired(prepare: Cli, in_dir: Path, name: str) -> None:
+    prepare()
+    (file,) = (in_dir / ".cache" / "datasets").glob(f"*/{name}")
+    before = file.read_bytes()
+    middle = len(before) // 2
+    file.write_bytes(before[:middle] + bytes([before[middle] ^ 1]) + before[middle + 1 :])
+    checked = prepare("--verify")
+    assert checked.code == ExitCode.DATA
+    assert f"{file.relative_to(in_dir)}: content does not match" in checked.out
+    assert prepare("--list").code == ExitCode.DONE  # a look is no check
+    again = prepare()
+    assert again.code == ExitCode.DONE
+    assert "damaged, will be rebuilt" in again.text
+    assert file.read_bytes() == before
+    assert prepare("--verify").code == ExitCode.DONE
