@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _logging_ends_with_the_test() -> Iterator[None]:
+    """No handler of one test's run is there for the next."""
+    yield
+    if logs := sys.modules.get("lockstep.report.logs"):
+        logs.close_logging()
 
 
 @dataclass(frozen=True)

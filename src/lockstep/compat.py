@@ -88,7 +88,7 @@ def _run(door: Door, argv: Sequence[str]) -> int:
     asked, settings = parse(door, argv)
     gpus = visible_gpus() if door.launcher else []
     label = env.gpu_label() or (str(gpus[0].index) if gpus else "0")
-    log = LOG_ROOT / f"model_check_logs_{os.getpid()}_{int(time.time())}" / f"gpu_{label}.log"
+    log = _free_log_folder() / f"gpu_{label}.log"
     loaded = resolve(door, asked, settings, defaults={"report.log_file": str(log)} if door.launcher else {})
     if door.prepares and not asked.dry_run:
         return _prepare(loaded)
@@ -140,11 +140,19 @@ def _train(loaded: Loaded) -> int:
     return int(train(loaded).exit_code)
 
 
+def _free_log_folder() -> Path:
+    """The documented place of the logs: a name that nothing has yet, also no link that somebody has laid there."""
+    second = int(time.time())
+    while os.path.lexists(folder := LOG_ROOT / f"model_check_logs_{os.getpid()}_{second}"):
+        second += 1
+    return folder
+
+
 def _launch(loaded: Loaded, log: Path, label: str, argv: Sequence[str]) -> int:
     """As a launcher: every line labelled, logs in the documented folder, a verdict at the end."""
     folder = log.parent
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir()
         if loaded.config.report.log_file not in (None, str(log)):  # --log-file: one log, found under both names
             log.symlink_to(Path(str(loaded.config.report.log_file)).absolute())
     except OSError as error:

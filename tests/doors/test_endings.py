@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lockstep import compat
 from lockstep.errors import ExitCode, Stopped
 from tests.doors.test_model_check import QUICK, TEST_CONFIG, Run
 
@@ -64,3 +67,12 @@ def test_a_stop_is_a_warning_and_a_crash_a_failure(
     assert ("[FAILURE] Training failed on GPU 0" in outcome.out) == (script == "run_training.sh")
     for folder in set(Path("/tmp").glob("model_check_logs_*")) - logs:
         shutil.rmtree(folder)
+
+
+def test_the_log_folder_is_new_and_never_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may lay a link under a name that can be guessed: logs must not follow it."""
+    monkeypatch.setattr(compat, "LOG_ROOT", tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 1000.5)
+    (tmp_path / f"model_check_logs_{os.getpid()}_1000").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"model_check_logs_{os.getpid()}_1001").mkdir()
+    assert compat._free_log_folder().name == f"model_check_logs_{os.getpid()}_1002"

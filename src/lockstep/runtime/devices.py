@@ -1,11 +1,14 @@
-"""The GPUs of this machine, asked without torch: NVML, then nvidia-smi, then none."""
+"""The GPUs of this machine, asked without loading torch here: NVML, then nvidia-smi, then (AMD) torch in a child."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, LockstepError
@@ -19,6 +22,12 @@ SHORT_QUERY = "index,utilization.gpu"  # the documented one: what every nvidia-s
 NO_GPU = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that mean the CPU; the last is SLURM's
 ASK_SECONDS = 30  # a driver that is waking up is slow, one that is broken never answers
 MIB = 1 << 20
+AMD_DRIVER = Path("/dev/kfd")
+LIST_BY_TORCH = """
+import json, torch
+cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+print(json.dumps([[number, card.name, card.total_memory] for number, card in enumerate(cards)]))
+"""
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,8 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs this process may use: all of them, or those of CUDA_VISIBLE_DEVICES in its order."""
-    return _restrict(_all_gpus(), env.get("CUDA_VISIBLE_DEVICES", "all"))
+    """The GPUs this process may use: all of them, or those of CUDA_VISIBLE_DEVICES (AMD: or HIP_) in its order."""
+    return _restrict(_all_gpus(), env.get("CUDA_VISIBLE_DEVICES", env.get("HIP_VISIBLE_DEVICES", "all")))
 
 
 def check_asked(system: SystemOptions) -> None:
@@ -58,9 +67,11 @@ def check_asked(system: SystemOptions) -> None:
 
 def _all_gpus() -> list[Gpu]:
     gpus = _ask_nvml()
-    if gpus is None:
-        return _ask_nvidia_smi() if shutil.which("nvidia-smi") else []
-    return gpus
+    if gpus is None and shutil.which("nvidia-smi"):
+        gpus = _ask_nvidia_smi()
+    if not gpus and AMD_DRIVER.exists():
+        gpus = _ask_torch()
+    return gpus or []
 
 
 def idlest_gpu() -> int:
@@ -150,6 +161,17 @@ def _query(fields: str) -> list[Gpu]:
         )
         for cells in found
     ]
+
+
+def _ask_torch() -> list[Gpu]:
+    """What torch sees, asked in a child process so that this one never touches a GPU; [] where it cannot say."""
+    environment = env.without("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    command = [sys.executable, "-c", LIST_BY_TORCH]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+        return [Gpu(number, f"AMD-{number}", name, size, size, 0) for number, name, size in json.loads(answer.stdout)]
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+        return []
 
 
 def _number(cell: str) -> int:

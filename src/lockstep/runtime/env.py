@@ -49,6 +49,11 @@ def get(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def without(*names: str) -> dict[str, str]:
+    """The environment of a child that must not see these variables."""
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def setdefault(name: str, value: str) -> None:
     """Set a variable for this process and its children unless the user has."""
     os.environ.setdefault(name, value)
