@@ -226,6 +226,6 @@ def draw_sample(parts: Parts, assembled: Assembled) -> str:
             return inference.continue_text(
                 parts.stepper.model, parts.stepper.objective, tokenizer, report.sample_prompt, options
             )
-    except LockstepError as error:  # the training is done and saved: a prompt it cannot read does not undo that
+    except (LockstepError, RuntimeError) as error:  # the training is done and saved: this does not undo it
         logger.warning("No sample: %s", error)
         return ""
