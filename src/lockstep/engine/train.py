@@ -220,7 +220,9 @@ def draw_sample(parts: Parts, assembled: Assembled) -> str:
     report, tokenizer = parts.config.report, assembled.prepared.tokenizer
     if not report.sample_prompt:
         return ""
-    options = SampleOptions(tokens=report.sample_tokens, seed=parts.config.system.seed, stop=(tokenizer.separator,))
+    options = SampleOptions(
+        tokens=report.sample_tokens, temperature=0.6, seed=parts.config.system.seed, stop=(tokenizer.separator,)
+    )
     try:
         with parts.stepper.precision.context():
             return inference.continue_text(

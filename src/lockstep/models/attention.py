@@ -120,8 +120,8 @@ def attend(
         return flex(q_BHLE, k_BKLE, v_BKLE, block_mask=block_mask, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
     if backend == "flex":  # no gradient wanted: any kernel's forward pass repeats its bits, and none needs compiling
         return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
-    # Here and not around the model: checkpointing runs a block again, later. Without gradients, as in sampling, rows can
-    # be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in.
+    # Here and not around the model: checkpointing runs a block again, later. Without gradients, as in sampling, rows
+    # can be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in.
     kernels = [KERNELS[backend]] if torch.is_grad_enabled() else [KERNELS[backend], SDPBackend.MATH]
     with sdpa_kernel(kernels, set_priority=True):
         return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
