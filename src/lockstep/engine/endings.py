@@ -15,8 +15,9 @@ from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
 from lockstep.engine import loop
 from lockstep.engine.parts import Parts
+from lockstep.engine.present import memory_estimate
 from lockstep.errors import ExitCode, LockstepError, Stopped
-from lockstep.models.shapes import LlamaShape, memory_bytes
+from lockstep.models.shapes import LlamaShape
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, hardware
 
@@ -45,15 +46,7 @@ def explain(error: BaseException, config: RunConfig, device: torch.device) -> Ba
 
 def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device) -> None:
     """Refuse what cannot fit before anything is allocated: on the CPU the kernel would end the run without a word."""
-    options = config.training
-    need = memory_bytes(
-        shape,
-        batch_size=options.batch_size,
-        context_length=options.context_length,
-        dtype_name=options.precision,
-        checkpointing=config.system.gradient_checkpointing,
-        compiled=device.type == "cuda",
-    )
+    need = memory_estimate(config, shape, compiled=device.type == "cuda")
     free = hardware.free_memory_bytes(device)
     total, states, room = (count / 2**30 for count in (need.total, need.states, free))
     text = (

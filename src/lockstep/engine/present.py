@@ -12,7 +12,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.schema import RunConfig
 from lockstep.engine.build import Assembled, Plan
 from lockstep.engine.parts import Parts
-from lockstep.models.shapes import memory_bytes
+from lockstep.models.shapes import LlamaShape, Memory, memory_bytes
 from lockstep.report.console import Banner, Summary
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware
@@ -21,14 +21,7 @@ from lockstep.runtime import determinism, env, hardware
 def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> Banner:
     """The facts before the first step."""
     config, shape, options = planned.config, planned.shape, planned.config.training
-    memory = memory_bytes(
-        shape,
-        batch_size=options.batch_size,
-        context_length=options.context_length,
-        dtype_name=options.precision,
-        checkpointing=config.system.gradient_checkpointing,
-        compiled=assembled.built.compiled,
-    )
+    memory = memory_estimate(config, shape, compiled=assembled.built.compiled)
     total = hardware.total_memory_bytes(planned.device)
     label = env.detect().tag
     return Banner(
@@ -54,6 +47,18 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         logs=tuple(str(path) for path in wanted_logs(config, run)),
         tag=label.replace("GPU", "GPU "),
         version=lockstep.__version__,
+    )
+
+
+def memory_estimate(config: RunConfig, shape: LlamaShape, *, compiled: bool) -> Memory:
+    """What this configuration will need on one device."""
+    return memory_bytes(
+        shape,
+        batch_size=config.training.batch_size,
+        context_length=config.training.context_length,
+        dtype_name=config.training.precision,
+        checkpointing=config.system.gradient_checkpointing,
+        compiled=compiled,
     )
 
 
