@@ -155,3 +155,11 @@ def test_the_package_names_only_what_it_has() -> None:
     assert all(getattr(lockstep, name) is not None for name in lockstep.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = lockstep.nonsense
+
+
+def test_the_family_is_checked_with_a_config_too(in_dir: Path) -> None:
+    config = lockstep.get_default_config("tiny")
+    with pytest.raises(lockstep.LockstepError, match="not built yet"):
+        lockstep.train("mlm", config)
+    with pytest.raises(lockstep.LockstepError, match="family comes first"):
+        lockstep.train(config)  # type: ignore[arg-type]

@@ -34,11 +34,15 @@ def train(
 
     `config` is a preset, a file, or a Config.
     """
+    from lockstep.config.catalog import config_class
     from lockstep.config.load import replaced
     from lockstep.engine.train import train as run
     from lockstep.runtime.devices import check_asked
 
+    if not isinstance(family, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all typed
+        raise ConfigError("the family comes first", where="train", hint="train('llama', config)")
     path = Path(file) if file else None
+    config_class(family)  # refuses what is not a family
     if isinstance(config, Config):
         if preset or path:
             raise ConfigError("a Config takes no preset or file as well", where="config", hint="config.replace(...)")

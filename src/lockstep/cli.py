@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -233,7 +234,7 @@ def init(arguments: Namespace, _: list[Setting]) -> int:
 
     folder = Path(arguments.folder)
     if written := put_scripts(arguments.family, folder):
-        go_there = "" if folder == Path() else f"cd {folder} && "
+        go_there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
         say(*map(str, written), f"next: {go_there}bash run.sh --config test_config.json")
     else:
         say(f"Everything is already in {folder}")

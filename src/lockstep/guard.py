@@ -57,13 +57,19 @@ def run(program: Callable[[], int], words: Sequence[str], tell: Tell = complain)
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """Run a main function as the whole process: once it is over, no Ctrl-C can change its exit code."""
+    """Run a main function as the whole process: preemption counts from the first moment, Ctrl-C not after the end."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # until training listens itself
+        signal.signal(number, _preempted)
     try:
         code = main()
     except KeyboardInterrupt:  # in the instant between two handlers
         code = int(ExitCode.INTERRUPTED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
+
+
+def _preempted(_number: int, _frame: object) -> NoReturn:
+    sys.exit(int(ExitCode.PREEMPTED))
 
 
 def _finish(program: Callable[[], int]) -> int:

@@ -250,3 +250,38 @@ def test_other_pt_files_are_refused(content: Any, in_dir: Path, lockstep: Cli) -
     refused = lockstep(*TINY, "--checkpoint", "odd.pt")
     assert refused.code == ExitCode.DATA, refused.text
     assert "odd.pt" in refused.err
+
+
+def test_a_file_of_another_model_is_refused_for_what_it_is(in_dir: Path, lockstep: Cli) -> None:
+    assert lockstep(*TINY, "training.checkpoint_dir=.checkpoints").code == 0
+    other = (*TINY, "model.num_layers=3", "--checkpoint", ".checkpoints/step_2.pt", "--name", "b")
+    refused = lockstep(*other)
+    assert refused.code == 2, refused.text
+    assert "model.num_layers" in refused.err
+    forced = lockstep(*other[:-1], "c", "--checkpoint.allow-mismatch", "true")
+    assert forced.code == ExitCode.DATA
+    assert "are of another model" in forced.err
+
+
+def test_a_missing_file_is_said_before_anything_is_made(in_dir: Path, lockstep: Cli) -> None:
+    assert lockstep(*TINY, "--checkpoint", "nowhere.pt", "--name", "a").code == ExitCode.NOT_FOUND
+    assert not (in_dir / "runs").exists()
+
+
+def test_resume_takes_a_run_by_its_name(in_dir: Path, lockstep: Cli) -> None:
+    assert lockstep(*TINY, "--name", "a").code == 0
+    for name in ("a", "latest"):
+        again = lockstep(*TINY, "--resume", name)
+        assert again.code == 0, again.text
+        assert "Nothing left to do" in again.out
+
+
+def test_a_batch_beyond_all_memory_is_refused(in_dir: Path, lockstep: Cli) -> None:
+    refused = lockstep(*TINY, "training.batch_size=1000000")
+    assert refused.code == 1
+    assert "training.batch_size" in refused.err
+
+
+def test_commands_to_copy_are_quoted(in_dir: Path, lockstep: Cli) -> None:
+    done = lockstep(*TINY, "--out", "my runs", "--name", "a", "report.sample_prompt=it's")
+    assert "sample 'my runs/a' 'it'\"'\"'s'" in done.out

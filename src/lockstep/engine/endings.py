@@ -24,6 +24,7 @@ from lockstep.runtime import env, hardware
 logger = logging.getLogger(__name__)
 
 TRACE_LINES = 20
+HOPELESS = 2  # times the free memory: the estimate of activations is not that far off
 
 
 def explain(error: BaseException, config: RunConfig, device: torch.device) -> BaseException:
@@ -53,11 +54,11 @@ def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device) -> 
         f"{shape.parameters():,} parameters need about {total:.1f} GiB, {states:.1f} GiB of it for weights, gradients "
         f"and AdamW moments; {room:.1f} GiB are free"
     )
-    if need.states > free:
+    if need.states > free or (device.type == "cpu" and need.total > HOPELESS * free):
         raise LockstepError(
             f"the model does not fit: {text}",
             where=hardware.device_name(device),
-            hint="fewer model.num_layers, a smaller model.model_path, or --preset demo",
+            hint="a smaller training.batch_size, fewer model.num_layers, another model.model_path, or --preset demo",
         )
     if need.total > free:
         logger.warning("This may not fit: %s; --training.batch-size 1 or --gradient-checkpointing need less", text)

@@ -56,7 +56,8 @@ def read(path: Path, names: list[str]) -> State:
         raise DataError(f"foreign or damaged file, refused: {reason[:200]}", where=str(path)) from error
     try:
         slots = content["optimizer_state_dict"]["state"]
-        moments = {f"{kind}.{name}": slots[index][kind] for index, name in enumerate(names) for kind in MOMENTS}
+        present = [(slots[index], name) for index, name in enumerate(names) if index in slots]  # another model: fewer
+        moments = {f"{kind}.{name}": slot[kind] for slot, name in present for kind in MOMENTS}
         run = dict(content[EXTRA_KEY]) if EXTRA_KEY in content else _documented_run(content)
         return State(dict(content["model_state_dict"]), moments, run)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -64,7 +65,8 @@ def memory_estimate(config: RunConfig, shape: LlamaShape, *, compiled: bool) -> 
 
 def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
     """The facts after the last step."""
-    pace = parts.pace
+    pace, place, tb = parts.pace, shlex.quote(str(run.root)), shlex.quote(str(run.tensorboard))
+    prompt = shlex.quote(parts.config.report.sample_prompt.strip() or "The")
     rate = pace.tokens / pace.seconds if pace.seconds else 0.0
     return Summary(
         steps=parts.progress.step,
@@ -79,9 +81,9 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
         sample=sample,
         results=str(run.root),
         next_commands=(
-            f'{callable_as("lockstep")} sample {run.root} "{parts.config.report.sample_prompt.strip() or "The"}"',
-            f"{callable_as('lockstep')} export {run.root} --to hf",
-            *([f"{callable_as('tensorboard')} --logdir {run.tensorboard}"] if parts.config.report.tensorboard else []),
+            f"{callable_as('lockstep')} sample {place} {prompt}",
+            f"{callable_as('lockstep')} export {place} --to hf",
+            *([f"{callable_as('tensorboard')} --logdir {tb}"] if parts.config.report.tensorboard else []),
         ),
     )
 
@@ -100,6 +102,11 @@ def wanted_logs(config: RunConfig, run: RunDir | None) -> list[Path]:
     if run and config.system.log_dir:
         files.append(Path(config.system.log_dir) / run.root.name / f"{env.detect().tag.lower() or 'cpu'}.log")
     return files
+
+
+def resume_command(run: RunDir) -> str:
+    """How to go on with a run, ready to be copied."""
+    return f"{callable_as('lockstep')} resume {shlex.quote(str(run.root))}"
 
 
 def callable_as(command: str) -> str:

@@ -34,9 +34,13 @@ def find(config: RunConfig, identity_hash: str) -> ResumePoint | None:
         return None
     if asked == "auto":
         return _newest_alike(Path(config.run.out), config.family, identity_hash)
-    path = Path(asked)
+    path, named = Path(asked), Path(config.run.out) / asked
     if path.suffix == ".pt":
+        if not path.is_file():
+            raise NotFoundError("no such checkpoint", where=str(path))
         return ResumePoint(path, None)
+    if not path.exists() and named.is_dir():  # a run by its name, or `latest`
+        path = named
     if (path / rundir.MANIFEST).is_file():  # one checkpoint: an older one than the newest starts a run of its own
         run = RunDir(path.resolve().parents[1])
         newest = Checkpointer(run.checkpoints).found()[-1:]

@@ -119,7 +119,7 @@ def train_in(
             stop.patient = False
             explained = endings.explain(error, config, planned.device)
             if isinstance(explained, Stopped) and parts and parts.progress.step:
-                explained.where, explained.hint = str(run.root), f"{present.callable_as('lockstep')} resume {run.root}"
+                explained.where, explained.hint = str(run.root), present.resume_command(run)
             explained.run = run.root  # pyright: ignore[reportAttributeAccessIssue] - where a crash report belongs
             endings.end_badly(run, explained, sinks, parts)
             if explained is error:

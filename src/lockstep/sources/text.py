@@ -153,7 +153,7 @@ class TextSource:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     where = f"{file}:{number}"
-                    yield self._text(_parse(line, where), where)
+                    yield self._text(_parse(line.rstrip("\r\n"), where), where)
 
     def _json(self, file: Path) -> Iterator[str]:
         where = str(file)
