@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,3 +81,10 @@ def shared_cache(_prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One dataset cache for all tests that train: the corpus is prepared once."""
     monkeypatch.setenv("DATASET_CACHE_DIR", str(_prepared))
     return _prepared
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this checkout without what was made in it."""
+    made = shutil.ignore_patterns(".venv", ".git", "runs", ".cache", "__pycache__", ".slices", ".carry")
+    return shutil.copytree(Path(__file__).parents[1], tmp_path / "clone", ignore=made, symlinks=True)

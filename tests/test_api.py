@@ -162,4 +162,4 @@ def test_the_family_is_checked_with_a_config_too(in_dir: Path) -> None:
     with pytest.raises(lockstep.LockstepError, match="not built yet"):
         lockstep.train("mlm", config)
     with pytest.raises(lockstep.LockstepError, match="family comes first"):
-        lockstep.train(config)  # type: ignore[arg-type]
+        lockstep.train(config)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 MOST_CPU_SECONDS = 240  # two minutes on two cores
 LEAST_LEARNT = 2.0  # nats between the first loss and the validation at the end
 
@@ -24,11 +22,8 @@ def cpu_seconds_of_children() -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_one_command_trains_a_model_that_visibly_learns(tmp_path: Path) -> None:
+def test_one_command_trains_a_model_that_visibly_learns(checkout: Path) -> None:
     """In a copy of the checkout, with the environment of these tests as the active one: nothing is installed."""
-    clone = tmp_path / "clone"
-    skipped = shutil.ignore_patterns(".venv", ".git", "runs", ".cache", "__pycache__", ".slices", ".carry")
-    shutil.copytree(ROOT, clone, ignore=skipped, symlinks=True)
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -36,12 +31,12 @@ def test_one_command_trains_a_model_that_visibly_learns(tmp_path: Path) -> None:
     }
     variables |= {"CUDA_VISIBLE_DEVICES": "", "VIRTUAL_ENV": sys.prefix}
     before = cpu_seconds_of_children()
-    answer = subprocess.run(["bash", "run.sh"], cwd=clone, env=variables, capture_output=True, text=True)
+    answer = subprocess.run(["bash", "run.sh"], cwd=checkout, env=variables, capture_output=True, text=True)
     used = cpu_seconds_of_children() - before
     text = answer.stdout
     assert answer.returncode == 0, text + answer.stderr
     assert used < MOST_CPU_SECONDS
-    assert not (clone / ".venv").exists()
+    assert not (checkout / ".venv").exists()
     assert "Installing" not in answer.stderr
 
     first = float(re.findall(r"Step \[0/\d+\] \| Loss: ([\d.]+)", text)[0])
@@ -51,6 +46,6 @@ def test_one_command_trains_a_model_that_visibly_learns(tmp_path: Path) -> None:
     assert validation[-1] < validation[0], "and it goes on learning"
     sample = re.findall(r"│ (.+)", text)
     assert len(" ".join(sample).split()) >= 5, "a sample of some words is shown"
-    results = clone / re.findall(r"results\s+(\S+)", text)[-1]
+    results = checkout / re.findall(r"results\s+(\S+)", text)[-1]
     assert (results / "events.jsonl").is_file()
     assert list((results / "checkpoints").glob("step_*/manifest.json"))

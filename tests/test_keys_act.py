@@ -199,7 +199,7 @@ def test_models_are_built_as_asked() -> None:
 def test_the_loader_is_built_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(device: torch.device, **settings: Any) -> tuple[int, int, bool]:
         plan = build.plan(loaded({"training.precision": "fp32", **{f"data.{k}": v for k, v in settings.items()}}), CPU)
-        made: Any = build.make_loader(replace(plan, device=device), SimpleNamespace(train=None), start_step=3)  # type: ignore[arg-type] - the loader is a spy
+        made: Any = build.make_loader(replace(plan, device=device), SimpleNamespace(train=None), start_step=3)
         assert (made["start_step"], made["micro_rows"]) == (3, 4)
         return made["workers"], made["prefetch"], made["pin"]
 

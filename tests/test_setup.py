@@ -44,7 +44,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.setattr(module, "make_venv", make_venv)
     monkeypatch.setattr(module, "pip", lambda *arguments, **_: asked.append(arguments))
-    module.asked = asked  # type: ignore[attr-defined]
+    module.asked = asked
     return module
 
 
@@ -237,11 +237,8 @@ def test_ci_runs_exactly_test_sh() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_fresh_clone_sets_itself_up_and_trains(tmp_path: Path) -> None:
+def test_a_fresh_clone_sets_itself_up_and_trains(checkout: Path) -> None:
     """Item 70: nothing but Python and the package index; the second call installs nothing; the system is untouched."""
-    clone = tmp_path / "clone"
-    skipped = shutil.ignore_patterns(".venv", ".git", "runs", ".cache", "__pycache__", ".slices", ".carry")
-    shutil.copytree(ROOT, clone, ignore=skipped, symlinks=True)
     variables = {
         name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH")
     }
@@ -255,8 +252,17 @@ def test_a_fresh_clone_sets_itself_up_and_trains(tmp_path: Path) -> None:
     before = subprocess.run(freeze, capture_output=True, text=True, check=True, env=variables).stdout
 
     def run() -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(clone / "run.sh"), "--config", "test_config.json", "--max-steps", "2", "--device", "cpu"]
-        return subprocess.run(command, capture_output=True, text=True, cwd=clone, env=variables)
+        command = [
+            "bash",
+            str(checkout / "run.sh"),
+            "--config",
+            "test_config.json",
+            "--max-steps",
+            "2",
+            "--device",
+            "cpu",
+        ]
+        return subprocess.run(command, capture_output=True, text=True, cwd=checkout, env=variables)
 
     first, second = run(), run()
     assert first.returncode == 0, first.stdout + first.stderr

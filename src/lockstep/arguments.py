@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.errors import ConfigError
 
@@ -63,11 +63,11 @@ class Parser(argparse.ArgumentParser):
         self.takes_value = {"--help": False}
         self.shorts: dict[str, Short] = {}
 
-    def flag(self, name: str, about: str, *, metavar: str = "", **options: object) -> None:
+    def flag(self, name: str, about: str, *, metavar: str = "", **options: Any) -> None:
         """A flag of the verb itself; without a metavar it is a switch."""
         self.takes_value[name] = bool(metavar)
         if metavar:
-            self.add_argument(name, metavar=metavar, help=about, **options)  # type: ignore[arg-type]
+            self.add_argument(name, metavar=metavar, help=about, **options)
         else:
             self.add_argument(name, action="store_true", help=about)
 

@@ -35,13 +35,13 @@ class Plain:
         return Batch(tensors, {"loss": rows.columns["tokens"].size}, len(rows.ids), rows.columns["tokens"].size)
 
     def loss(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        raise AssertionError("preparing and loading rows needs no model")
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Any]:
-        raise NotImplementedError
+        raise AssertionError("preparing and loading rows needs no model")
 
     def sample(self, model: Any, prompt: list[int], options: Any) -> list[int]:
-        raise NotImplementedError
+        raise AssertionError("preparing and loading rows needs no model")
 
 
 def table(folder: Path, rows: int, *, width: int = 5) -> Table:

@@ -393,7 +393,7 @@ def test_config_py_is_the_documented_python_surface(monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(MODEL_CHECK))
     monkeypatch.setitem(sys.modules, "config", None)
     monkeypatch.delitem(sys.modules, "config")
-    from config import get_default_config  # type: ignore[import-not-found]
+    from config import get_default_config
 
     assert get_default_config(preset="debug").training.max_steps == 10
     assert get_default_config(debug_mode=True).training.max_steps == 10

@@ -50,7 +50,7 @@ def make_stepper(fault: str = "", precision: str = "fp32", **settings: Any) -> S
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))
     options = TrainingOptions.model_validate({"learning_rate": 0.01, "max_steps": 50, **settings})
-    return Stepper(model, Regression(), options, precision=Precision(precision, CPU), seed=0, faults=faults.plan(fault))  # pyright: ignore[reportArgumentType]
+    return Stepper(model, Regression(), options, precision=Precision(precision, CPU), seed=0, faults=faults.plan(fault))
 
 
 def weights(stepper: Stepper) -> list[torch.Tensor]:

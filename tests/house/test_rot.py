@@ -32,11 +32,6 @@ PLAIN_RULES = {  # their reason is always the same one
     "reportUnknownArgumentType",
     "reportMissingImports",  # a package that may be there
 }
-WITHOUT_REASON = {  # to be given one by the next who edits the line
-    "src/lockstep/engine/optimizer.py reportArgumentType",
-    "src/lockstep/kernels/linear_cross_entropy.py reportIncompatibleMethodOverride",
-    "src/lockstep/arguments.py arg-type",
-}
 UNFINISHED = re.compile(r"\bLEAD\b|to be filled|\bTODO\b|\bFIXME\b|\bTBD\b")
 
 BANNED = {
@@ -102,7 +97,7 @@ def test_exemptions_say_why() -> None:
         if path.suffix == ".py"
         for rule in unexplained(path.read_text(encoding="utf-8"))
     }
-    assert found - WITHOUT_REASON == set()
+    assert found == set()
 
 
 @pytest.mark.parametrize(
@@ -184,10 +179,10 @@ def test_the_environment_has_one_door() -> None:
 
 
 def settings(model: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    fields: dict[str, FieldInfo] = model.model_fields  # type: ignore[attr-defined]
+    fields: dict[str, FieldInfo] = model.model_fields
     for name, field in fields.items():
         if hasattr(field.annotation, "model_fields"):
-            yield from settings(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+            yield from settings(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name, field
 

@@ -26,8 +26,8 @@ def ask(backend: str, device: str = "cpu", dtype: str = "fp32", *, flash: bool =
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """A pretended GPU: which packages it has, which kernels fail on it."""
     pretend: dict[str, object] = {"packages": {"triton"}, "broken": {}}
-    monkeypatch.setattr(attention, "has_package", lambda name: name in pretend["packages"])  # pyright: ignore
-    monkeypatch.setattr(attention, "probe", lambda backend, *_: pretend["broken"].get(backend, ""))  # pyright: ignore
+    monkeypatch.setattr(attention, "has_package", lambda name: name in pretend["packages"])
+    monkeypatch.setattr(attention, "probe", lambda backend, *_: pretend["broken"].get(backend, ""))
     return pretend
 
 

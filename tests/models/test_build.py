@@ -40,7 +40,7 @@ def test_what_was_asked_for_is_built_and_said() -> None:
 def test_init_settings_change_the_weights() -> None:
     """Contract 23: init_std acts."""
     for std in (0.02, 0.005):
-        assert float(made(init_std=std).model.layers[0].mlp.w1.weight.detach().std()) == pytest.approx(std, rel=0.05)  # pyright: ignore
+        assert float(made(init_std=std).model.layers[0].mlp.w1.weight.detach().std()) == pytest.approx(std, rel=0.05)
     same, other = made().model.state_dict(), made(seed=6).model.state_dict()
     again = made().model.state_dict()
     assert all(torch.equal(same[name], again[name]) for name in same)
@@ -67,10 +67,10 @@ def test_pretrained_and_truncated(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     hf.export(source, source.shape, folder, dtype="fp32", tokenizer_file=None)
     whole = made(model_path=str(folder), num_layers=4, init="pretrained")
-    assert torch.equal(whole.model.layers[3].mlp.w2.weight, source.layers[3].mlp.w2.weight)  # pyright: ignore
+    assert torch.equal(whole.model.layers[3].mlp.w2.weight, source.layers[3].mlp.w2.weight)
     assert any("pretrained" in notice and str(folder) in notice for notice in whole.notices)
     cut = made(model_path=str(folder), num_layers=1, init="pretrained-truncated")
-    assert torch.equal(cut.model.output.weight, source.output.weight)  # pyright: ignore
+    assert torch.equal(cut.model.output.weight, source.output.weight)
     assert any("truncated" in notice and "first 1" in notice for notice in cut.notices)
     with pytest.raises(ConfigError, match="pretrained-truncated"):
         made(model_path=str(folder), num_layers=2, init="pretrained")

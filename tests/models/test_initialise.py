@@ -51,7 +51,7 @@ def test_it_is_normal_enough() -> None:
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"name": "v"}, {"offset": 1}, {"offset": 1 << 20}])
 def test_other_seeds_names_and_places_are_independent(other: dict[str, int | str]) -> None:
-    a, b = drawn(200_000), drawn(200_000, **other)  # pyright: ignore[reportArgumentType]
+    a, b = drawn(200_000), drawn(200_000, **other)
     assert abs(float((a * b).mean())) < 0.01
     assert not torch.equal(a, b)
 

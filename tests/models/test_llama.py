@@ -20,7 +20,7 @@ TINY = KNOWN["lockstep/tiny"]
 
 
 def make(shape: LlamaShape = TINY, *, std: float = 0.1, **options: object) -> Llama:
-    model = Llama(shape, **{"attention": "native_flash", **options})  # pyright: ignore[reportArgumentType]
+    model = Llama(shape, **{"attention": "native_flash", **options})
     initialise(model, seed=1, std=std)
     return model
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from lockstep.contracts import StepRecord
 from lockstep.report import logs
-
-
-@pytest.fixture(autouse=True)
-def logging_taken_down() -> Iterator[None]:
-    yield
-    logs.close_logging()
 
 
 @pytest.fixture
@@ -32,7 +26,7 @@ def record() -> Callable[..., StepRecord]:
 
     def make(step: int = 0, **changes: object) -> StepRecord:
         fields = {"loss": 12.234, "grad_norm": 2.75648, "lr": 1e-5, "seconds": 0.05, "tokens": 8192, "eta_seconds": 330}
-        return StepRecord(step, **(fields | changes))  # type: ignore[arg-type]
+        return StepRecord(step, **(fields | changes))
 
     return make
 

@@ -189,7 +189,7 @@ def test_banner_and_summary_are_the_start_and_end_events(tmp_path: Path) -> None
     sink.event("start", BANNER.fields())
     sink.event("end", replace(SUMMARY, loss=math.nan).fields())
     start, end = read_events(tmp_path / "events.jsonl")
-    assert Banner.of(start) == replace(BANNER, logs=[])  # type: ignore[arg-type]
+    assert Banner.of(start) == replace(BANNER, logs=[])
     assert (start["parameters"], end["loss"], end["loss_text"]) == (1_922_371_584, None, "nan")
     assert Banner.of({"run": "x"}) is None
 

@@ -59,7 +59,7 @@ def test_every_line_carries_the_prefix_also_in_tracebacks(prefix, start: str) ->
     assert any("Traceback" in line for line in lines)
     assert any(line.endswith("line two") for line in lines)
     if prefix == "colon":
-        assert {re.match(r"GPU2:(\w+) \| \[GPU 2\]", line)[1] for line in lines} == {"ERROR", "WARNING"}  # type: ignore[index]
+        assert {re.match(r"GPU2:(\w+) \| \[GPU 2\]", line)[1] for line in lines} == {"ERROR", "WARNING"}
 
 
 def test_the_file_format_and_an_unchanged_record(tmp_path: Path) -> None:

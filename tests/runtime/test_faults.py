@@ -103,7 +103,7 @@ def test_inert_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not quiet.armed
     assert not quiet.needs_hooks
     model = with_gradients(small_model())
-    before = {name: (tensor.clone(), tensor.grad.clone()) for name, tensor in model.named_parameters()}  # type: ignore[union-attr]
+    before = {name: (tensor.clone(), tensor.grad.clone()) for name, tensor in model.named_parameters()}
     quiet.attach(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     loss = torch.ones(())

@@ -78,7 +78,7 @@ class AdamW:
                 )
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 parameters,
-                gradients,  # pyright: ignore[reportArgumentType]
+                gradients,  # pyright: ignore[reportArgumentType] - those without one are gone by now
                 first,
                 second,
                 [],

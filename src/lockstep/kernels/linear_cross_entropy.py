@@ -77,7 +77,7 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
         ctx: Any, *grads: Any
     ) -> tuple[Tensor | None, ...]:
         (grad,) = grads
