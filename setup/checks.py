@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import programs
+
 ROOT = Path(__file__).resolve().parent.parent
 STAMPS = ROOT / ".slices"
 SLOW = re.compile(r"^\s*(@pytest\.mark\.slow|pytestmark\b.*\bslow\b)|marks=.*pytest\.mark\.slow", re.MULTILINE)
@@ -115,6 +117,8 @@ def main(arguments: list[str]) -> int:
         for name in slices():
             say(f"{'passed' if passed(name, tree) else 'to run'}  {name}")
         return 0
+    if said := programs.install():
+        say(said)
     full = arguments[:1] == ["--full"]
     if full and len(arguments) > 1:
         return 0 if run_slices(arguments[1:]) else 1

@@ -107,13 +107,18 @@ def resolve(
     from dataclasses import replace
 
     from lockstep.config.load import load as load_config
+    from lockstep.runtime import env
 
     notice = ""
+    wishes = env.launcher_wishes()  # stronger than a file, weaker than a flag of our own
+    flags = [*wishes.items(), *flags]
     if preset is None and file is None:
         preset, notice = pick_preset(_asked_device(flags, overrides or {}))
     loaded = load_config(family, preset=preset, file=file, flags=flags, overrides=overrides or {})
     _check(loaded)
-    return replace(loaded, notices=(notice, *loaded.notices)) if notice else loaded
+    asked = ", ".join(f"{key} {value}" for key, value in wishes.items())
+    said = (*([notice] if notice else []), *([f"accelerate asks for {asked}"] if asked else []))
+    return replace(loaded, notices=(*said, *loaded.notices)) if said else loaded
 
 
 def pick_preset(device: str) -> tuple[str, str]:

@@ -31,6 +31,8 @@ SHORTS = (
     Short("--out", "folder of the run folders (runs)", "DIR"),
     Short("--seed", "decides weights, order and noise", "N"),
     Short("--device", "auto, cuda or cpu", "DEVICE"),
+    Short("--gpus", "all, N, 0,2, auto or auto:memory; on the CPU N workers", "WHICH"),
+    Short("--mode", "ddp, fsdp, hsdp or replicas", "MODE"),
     Short("--precision", "auto, fp32, bf16 or fp16", "TYPE"),
     Short("--batch-size", "rows of a micro-batch", "N"),
     Short("--lr", "peak learning rate", "RATE"),
@@ -40,12 +42,15 @@ SHORTS = (
     Short("--deterministic", "same bits in every run"),
     Short("--profile", "trace a few steps"),
     Short("--experiment-name", "for file names and logs", "NAME"),
+    Short("--log-all-ranks", "show the lines of every worker"),
     Short("--log-level", "DEBUG, INFO, WARNING or ERROR", "LEVEL"),
     Short("--log-file", "also write the log here", "FILE"),
     Short("--log-dir", "also write logs here", "DIR"),
     Short("--log-prefix", "bracket or colon", "STYLE"),
     Short("--hf-token", "Hugging Face token ($HF_TOKEN); never written", "TOKEN"),
 )
+SCRIPTS = ("slurm", "torchrun", "accelerate", "k8s")
+LAUNCHES = ("auto", "inline", "workers", "torchrun", "accelerate", "slurm")
 EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"
 
 
@@ -63,13 +68,13 @@ class Parser(argparse.ArgumentParser):
         self.takes_value = {"--help": False}
         self.shorts: dict[str, Short] = {}
 
-    def flag(self, name: str, about: str, *, metavar: str = "", **options: Any) -> None:
+    def flag(self, name: str, about: str, *, metavar: str = "", group: Any = None, **options: Any) -> None:
         """A flag of the verb itself; without a metavar it is a switch."""
         self.takes_value[name] = bool(metavar)
         if metavar:
-            self.add_argument(name, metavar=metavar, help=about, **options)
+            (group or self).add_argument(name, metavar=metavar, help=about, **options)
         else:
-            self.add_argument(name, action="store_true", help=about)
+            (group or self).add_argument(name, action="store_true", help=about)
 
     def add_shorts(self) -> None:
         """Accept settings; their short words stand in the help, `split` takes them out before argparse sees them."""
@@ -83,6 +88,16 @@ class Parser(argparse.ArgumentParser):
                 group.add_argument(short.name, metavar=shown, help=short.help)
             else:
                 group.add_argument(short.name, action="store_true", help=short.help)
+
+    def add_launch(self) -> None:
+        """How the workers are started: not a setting of the run, but of this start."""
+        group = self.add_argument_group("starting workers")
+        self.flag("--launch", "auto, inline, workers, torchrun, accelerate or slurm", metavar="HOW", default="auto",
+                  choices=LAUNCHES, group=group)  # fmt: skip
+        self.flag("--nodes", "machines in this run (1)", metavar="N", type=whole(1), group=group)
+        self.flag("--node-rank", "which of them this is, from 0", metavar="N", type=whole(0), group=group)
+        self.flag("--master-addr", "address of the first machine", metavar="HOST", group=group)
+        self.flag("--master-port", "its port (a free one)", metavar="PORT", type=whole(1), group=group)
 
     def no_such_flag(self, flag: str, others: Sequence[str] = ()) -> ConfigError:
         """A refusal that names the flag most like it."""
@@ -173,6 +188,20 @@ def _is_assignment(word: str) -> bool:
     return bool(equals) and all(part.replace("-", "_").isidentifier() for part in key.split("."))
 
 
+def without(words: Sequence[str], *flags: str) -> list[str]:
+    """The words without these flags and their values."""
+    kept: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") in flags:
+            rest = rest if equals else rest[1:]
+        else:
+            kept.append(word)
+    return kept
+
+
 def whole(low: int) -> Callable[[str], int]:
     """An argument that is a whole number of at least `low`."""
 
@@ -202,7 +231,7 @@ def real(low: float, high: float) -> Callable[[str], float]:
 # ------------------------------------------------------------------------------------------ the words of each verb
 
 
-def _train(parser: Parser) -> None:
+def _configuration(parser: Parser) -> None:
     parser.add_argument("family", metavar="FAMILY", help="what is trained: llama")
     parser.add_argument("what", metavar="PRESET|FILE", nargs="?", help="a preset (lockstep config list) or a file")
     parser.flag("--preset", "settings to start from", metavar="NAME")
@@ -212,14 +241,20 @@ def _train(parser: Parser) -> None:
     parser.add_shorts()
 
 
+def _train(parser: Parser) -> None:
+    _configuration(parser)
+    parser.add_launch()
+
+
 def _resume(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, its name, latest, or one checkpoint of it")
     parser.flag("--debug", "full tracebacks")
     parser.add_shorts()
+    parser.add_launch()
 
 
 def _prepare(parser: Parser) -> None:
-    _train(parser)
+    _configuration(parser)
     parser.flag("--list", "show the prepared datasets")
     parser.flag("--verify", "check every byte of them")
     parser.flag("--clean", "remove them")
@@ -241,12 +276,42 @@ def _export(parser: Parser) -> None:
     parser.flag("--dtype", "fp32, bf16 or fp16 (fp32)", metavar="TYPE", default="fp32")
 
 
+def _status(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run, its name, or latest (all runs)")
+
+
+def _logs(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, or latest")
+    parser.flag("--gpu", "only this worker's", metavar="N", type=whole(0))
+    parser.flag("--lines", "only the last N of each (50; 0: all)", metavar="N", type=whole(0), default=50)
+    parser.flag("--follow", "go on until the run ends")
+
+
+def _stop(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, or latest")
+    parser.flag(
+        "--timeout", "seconds to wait for it to save and end (600)", metavar="S", type=real(0, 1e7), default=600.0
+    )
+
+
+def _doctor(parser: Parser) -> None:
+    parser.flag("--json", "as JSON")
+    parser.flag("--network", "also ask whether the hub answers")
+
+
+def _script(parser: Parser) -> None:
+    parser.add_argument("kind", metavar="KIND", choices=SCRIPTS, help=", ".join(SCRIPTS))
+    _configuration(parser)
+    parser.flag("--nodes", "machines (1)", metavar="N", type=whole(1), default=1)
+    parser.flag("--time", "time limit of the job (24:00:00)", metavar="TIME", default="24:00:00")
+
+
 def _list(parser: Parser) -> None:
     del parser  # takes nothing
 
 
 def _show(parser: Parser) -> None:
-    _train(parser)
+    _configuration(parser)
     parser.flag("--json", "as a file that can be loaded again")
     parser.flag("--set", "only what differs from the defaults")
 
@@ -276,6 +341,11 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "train": _train,
     "resume": _resume,
     "prepare": _prepare,
+    "status": _status,
+    "logs": _logs,
+    "stop": _stop,
+    "doctor": _doctor,
+    "script": _script,
     "sample": _sample,
     "export": _export,
     "config list": _list,

@@ -16,7 +16,6 @@ from lockstep.arguments import Setting, parse
 from lockstep.errors import ConfigError, ExitCode, LockstepError, OutputError
 from lockstep.guard import say
 from lockstep.registry import suggest
-from lockstep.runtime import env
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -56,7 +55,9 @@ def _run(words: list[str]) -> int:
     if verb not in VERBS:
         raise ConfigError(f"no command {verb[:80]!r}", hint=suggest(verb, sorted(VERBS)))
     about, run = VERBS[verb]
-    return run(*parse(verb, about, rest, setting_words))
+    arguments, settings = parse(verb, about, rest, setting_words)
+    arguments.argv = words  # a worker is started with the same command line
+    return run(arguments, settings)
 
 
 def usage(start: str = "") -> str:
@@ -82,7 +83,7 @@ def train(arguments: Namespace, settings: list[Setting]) -> int:
 
         say(show(loaded, only_set=True), "", sizes(loaded))
         return ExitCode.DONE
-    return _start(loaded)
+    return _start(loaded, arguments)
 
 
 def resume(arguments: Namespace, settings: list[Setting]) -> int:
@@ -94,14 +95,13 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
     path = find_run(arguments.run)
     loaded = load_run(root_of(path), [*settings, ("checkpoint.resume", str(path))])
     check_asked(loaded.config.system)
-    return _start(loaded)
+    return _start(loaded, arguments)
 
 
-def _start(loaded: Loaded) -> int:
-    env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from lockstep.engine.train import train as train_loaded
+def _start(loaded: Loaded, arguments: Namespace) -> int:
+    from lockstep.start import Start, start
 
-    return int(train_loaded(loaded).exit_code)
+    return start(loaded, Start.of(("lockstep",), arguments.argv, arguments))
 
 
 def prepare(arguments: Namespace, settings: list[Setting]) -> int:
@@ -118,18 +118,13 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
         return ExitCode.DONE
     if arguments.list or arguments.verify:
         return _show_datasets(roots, verify=arguments.verify)
-    import torch
-
-    from lockstep.engine.build import plan
-    from lockstep.engine.prepare import prepare as prepare_data
     from lockstep.report.logs import setup_logging
+    from lockstep.start import prepare_data
 
     setup_logging(level=loaded.config.debug.log_level)
     for notice in loaded.notices:
         say(notice)
-    planned = plan(loaded, torch.device("cpu"))
-    prepare_data(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
-    return ExitCode.DONE
+    return prepare_data(loaded)
 
 
 def _show_datasets(roots: list[Path], *, verify: bool) -> int:
@@ -150,6 +145,68 @@ def _show_datasets(roots: list[Path], *, verify: bool) -> int:
     if not found:
         say(f"No prepared dataset in {' or '.join(str(root) for root in roots)}")
     return ExitCode.DATA if damaged else ExitCode.DONE
+
+
+def status(arguments: Namespace, _: list[Setting]) -> int:
+    """Show how runs stand, from their files alone."""
+    from lockstep.status import status as show_status
+
+    say(show_status(_found(arguments.run) if arguments.run else None))
+    return ExitCode.DONE
+
+
+def logs(arguments: Namespace, _: list[Setting]) -> int:
+    """Show what the workers of a run have said."""
+    from lockstep.status import logs as show_logs
+
+    path = _found(arguments.run)
+    return show_logs(path, gpu=arguments.gpu, follow=arguments.follow, lines=arguments.lines, say=say)
+
+
+def stop(arguments: Namespace, _: list[Setting]) -> int:
+    """Ask a run to save and end, and wait for it."""
+    from lockstep.status import stop as stop_run
+
+    text, code = stop_run(_found(arguments.run), timeout=arguments.timeout)
+    say(text)
+    return code
+
+
+def doctor(arguments: Namespace, _: list[Setting]) -> int:
+    """Check whether this machine can train."""
+    from lockstep.doctor import doctor as examine
+
+    text, code = examine(json=arguments.json, network=arguments.network)
+    say(text)
+    return code
+
+
+def script(arguments: Namespace, settings: list[Setting]) -> int:
+    """Print a job script for another launcher."""
+    from lockstep.arguments import without
+    from lockstep.launch.scripts import script as write
+    from lockstep.runtime.devices import choose, visible_gpus
+
+    loaded = _resolve(arguments, settings)  # what cannot be trained gets no script
+    system = loaded.config.system
+    count = system.gpus.strip()
+    if not count.isdecimal():  # a list has its length, `all` means what this machine has
+        on_cpu = system.device == "cpu"
+        count = str(len(choose(count, cpu=on_cpu)) if on_cpu or visible_gpus() else 1)
+    words = without(arguments.argv[2:], "--nodes", "--time")
+    name = loaded.config.run.name or ""
+    say(
+        write(
+            arguments.kind, words, nodes=arguments.nodes, gpus=int(count), name=name, time_limit=arguments.time
+        ).rstrip()
+    )
+    return ExitCode.DONE
+
+
+def _found(run: str) -> Path:
+    from lockstep.home import find_run, root_of
+
+    return root_of(find_run(run))
 
 
 def sample(arguments: Namespace, _: list[Setting]) -> int:
@@ -253,6 +310,11 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "train": ("train a model: lockstep train llama demo", train),
     "resume": ("go on with a run, exactly where it stopped", resume),
     "prepare": ("prepare a dataset; --list, --verify, --clean", prepare),
+    "status": ("show how runs stand, without touching them", status),
+    "logs": ("show what the workers said: --gpu 2 --follow", logs),
+    "stop": ("let a run save and end", stop),
+    "doctor": ("check whether this machine can train", doctor),
+    "script": ("print a script for slurm, torchrun, accelerate or k8s", script),
     "sample": ("let a trained model continue a text", sample),
     "export": ("write a trained model for transformers", export),
     "config list": ("show the presets", config_list),

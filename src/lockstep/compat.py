@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,17 +21,16 @@ from lockstep.arguments import Parser, Setting, understand
 from lockstep.errors import ExitCode, OutputError
 from lockstep.families import doors_folder, families_table, init
 from lockstep.guard import say
-from lockstep.runtime import env
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
+    from lockstep.start import Start
 
 __all__ = ["DOORS", "entry", "families_table", "init", "main", "parse", "resolve"]
 logger = logging.getLogger("lockstep.compat")  # also when run with -m
 
 LOG_ROOT = Path("/tmp")  # the documented place, whatever TMPDIR says
 RULE = "=" * 60
-STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,14 @@ class Door:
         parser.flag("--debug", "the debug preset, or debug output for another one")
         parser.flag("--dry-run", "show the resolved configuration, and stop")
         parser.add_shorts()
+        parser.add_launch()
         return parser
 
     def defaults(self) -> dict[str, str]:
         """Settings of the script itself: over the preset, under the file and the flags."""
         places = {"training.checkpoint_dir": "./.checkpoints", "system.output_dir": "./.outputs"}
-        return places | {"report.log_prefix": self.log_prefix}
+        every = {"report.log_all_ranks": "true"} if self.launcher else {}
+        return places | every | {"report.log_prefix": self.log_prefix}
 
 
 DOORS = {
@@ -83,13 +84,11 @@ def entry(script: str, argv: Sequence[str]) -> None:
 
 
 def _run(door: Door, argv: Sequence[str]) -> int:
-    from lockstep.runtime.devices import check_asked, visible_gpus
+    from lockstep.runtime.devices import check_asked
+    from lockstep.start import Start, is_child, start
 
     asked, settings = parse(door, argv)
-    gpus = visible_gpus() if door.launcher else []
-    label = env.gpu_label() or (str(gpus[0].index) if gpus else "0")
-    log = _free_log_folder() / f"gpu_{label}.log"
-    loaded = resolve(door, asked, settings, defaults={"report.log_file": str(log)} if door.launcher else {})
+    loaded = resolve(door, asked, settings)
     if door.prepares and not asked.dry_run:
         return _prepare(loaded)
     check_asked(loaded.config.system)
@@ -98,7 +97,10 @@ def _run(door: Door, argv: Sequence[str]) -> int:
 
         say(show(loaded, only_set=True), "", api.sizes(loaded))
         return ExitCode.DONE
-    return _launch(loaded, log, label, argv) if door.launcher else _train(loaded)
+    begin = replace(Start.of(("lockstep.compat", door.script), argv, asked), single=not door.launcher)
+    if door.launcher and not is_child():
+        return _launch(loaded, begin, argv)
+    return start(loaded, begin)
 
 
 def parse(door: Door, argv: Sequence[str]) -> tuple[Namespace, list[Setting]]:
@@ -106,9 +108,7 @@ def parse(door: Door, argv: Sequence[str]) -> tuple[Namespace, list[Setting]]:
     return understand(door.parser(), argv, api.setting_words)
 
 
-def resolve(
-    door: Door, asked: Namespace, settings: Sequence[Setting], *, defaults: Mapping[str, str] | None = None
-) -> Loaded:
+def resolve(door: Door, asked: Namespace, settings: Sequence[Setting]) -> Loaded:
     """The configuration of a command line: preset < the script's own defaults < file < flags."""
     from lockstep.config.load import Origin
 
@@ -116,8 +116,7 @@ def resolve(
     file, notices = _find_config(asked.config)
     first = api.resolve("llama", preset=preset, file=file, flags=flags)
     taken = {key for key, origin in first.origins.items() if origin.layer in ("file", "flag")}
-    wanted = door.defaults() | dict(defaults or {})
-    own = {key: value for key, value in wanted.items() if key not in taken}
+    own = {key: value for key, value in door.defaults().items() if key not in taken}
     loaded = api.resolve("llama", preset=first.preset, file=file, flags=[*own.items(), *flags])
     origins = {**loaded.origins, **{key: Origin("script", door.script) for key in own if key in loaded.origins}}
     return replace(loaded, origins=origins, notices=(*notices, *first.notices))
@@ -133,13 +132,6 @@ def _find_config(name: str | None) -> tuple[Path | None, tuple[str, ...]]:
     return Path(name), ()
 
 
-def _train(loaded: Loaded) -> int:
-    env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from lockstep.engine.train import train
-
-    return int(train(loaded).exit_code)
-
-
 def _free_log_folder() -> Path:
     """The documented place of the logs: a name that nothing has yet, also no link that somebody has laid there."""
     second = int(time.time())
@@ -148,35 +140,29 @@ def _free_log_folder() -> Path:
     return folder
 
 
-def _launch(loaded: Loaded, log: Path, label: str, argv: Sequence[str]) -> int:
-    """As a launcher: every line labelled, logs in the documented folder, a verdict at the end."""
-    folder = log.parent
+def _launch(loaded: Loaded, begin: Start, argv: Sequence[str]) -> int:
+    """As the documented launcher: every line labelled, logs in the documented folder, a verdict at the end."""
+    from lockstep.start import start
+
+    folder = _free_log_folder()
+    where = f"Log directory: {folder}"
     try:
         folder.mkdir()
-        if loaded.config.report.log_file not in (None, str(log)):  # --log-file: one log, found under both names
-            log.symlink_to(Path(str(loaded.config.report.log_file)).absolute())
     except OSError as error:
         raise OutputError(f"cannot create the log folder: {error.strerror or error}", where=str(folder)) from error
-    env.setdefault("GPU_RANK", label)
-    where = f"Log directory: {folder}"
-    code = guard.run(lambda: _train(replace(loaded, notices=(where, *loaded.notices))), argv, tell=_tell)
+    begin = replace(begin, log_folder=folder, how="workers" if begin.how == "auto" else begin.how)
+    say(where)
+    code = guard.run(lambda: start(loaded, begin), argv)
+    say(where)
     if code == ExitCode.DONE:
-        logger.info("%s", where)
-        logger.info("[SUCCESS] All GPU training completed successfully")
-    elif code in STOPPED:
-        _tell(where, "stopped")
-    else:
-        _tell(f"[FAILURE] Training failed on GPU {label}\n{where}", "error")
+        say("[SUCCESS] All GPU training completed successfully")
     return code
 
 
 def _prepare(loaded: Loaded) -> int:
     """Build or find the dataset of a configuration; `prepare` says which."""
-    import torch
-
-    from lockstep.engine.build import plan
-    from lockstep.engine.prepare import prepare
     from lockstep.report.logs import setup_logging
+    from lockstep.start import prepare_data
 
     config = loaded.config
     log_files = [Path(config.report.log_file)] if config.report.log_file else []
@@ -184,9 +170,7 @@ def _prepare(loaded: Loaded) -> int:
     for notice in loaded.notices:
         logger.info("%s", notice)
     logger.info("%s\nModel: %s", RULE, config.model.model_path)
-    planned = plan(loaded, torch.device("cpu"))
-    prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
-    return ExitCode.DONE
+    return prepare_data(loaded)
 
 
 def _tell(text: str, kind: guard.Kind) -> None:

@@ -9,16 +9,16 @@ class ExitCode(IntEnum):
     """What `lockstep` returns to the shell. Workers' own codes pass through unchanged."""
 
     DONE = 0
-    FAILED = 1  # missing package, failed check-up, out of memory
+    FAILED = 1  # missing package, failed check-up, out of memory, a worker that ended too early
     USAGE = 2  # command line or configuration
-    BAD_DEVICE = 3  # `check` found a device that disagrees
+    BAD_DEVICE = 3  # replicas that do not agree
     DATA = 65  # data, cache or checkpoint content
     NOT_FOUND = 66  # file, model or dataset that is not there, or a hub that does not give it
     NON_FINITE = 71  # NaN or Inf in loss, gradient or weight
     CANNOT_CREATE = 73  # output folder cannot be written
     IO = 74  # read or write failed, disk full
     PREEMPTED = 75  # asked to stop by SIGUSR1 or SIGUSR2: resume me
-    HANG = 124
+    HANG = 124  # a worker gave no sign of life
     INTERRUPTED = 130  # SIGINT
     TERMINATED = 143  # SIGTERM
 
@@ -27,6 +27,7 @@ class LockstepError(Exception):
     """A failure explained: what happened, where, and the next thing to try."""
 
     exit_code: ExitCode = ExitCode.FAILED
+    secondary = False  # of a worker that ends because another one did
 
     def __init__(self, what: str, *, where: str = "", hint: str = "", exit_code: ExitCode | None = None) -> None:
         super().__init__(what)
@@ -71,6 +72,10 @@ class NonFiniteError(LockstepError):
     """The loss, a gradient or a weight is NaN or Inf."""
 
     exit_code = ExitCode.NON_FINITE
+
+
+class MemoryShortageError(LockstepError):
+    """The device or the machine has no more memory to give."""
 
 
 class Stopped(LockstepError):

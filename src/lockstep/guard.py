@@ -53,7 +53,9 @@ def run(program: Callable[[], int], words: Sequence[str], tell: Tell = complain)
         return code
     except BaseException as error:
         with _deaf():  # another Ctrl-C must not cut the explanation short
-            return int(_explain(error, words, tell))
+            code = int(_explain(error, words, tell))
+            _tell_launcher(error, code)
+            return code
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
@@ -65,7 +67,28 @@ def leave(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:  # in the instant between two handlers
         code = int(ExitCode.INTERRUPTED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if env.detect().world > 1:  # what is left of the exchange with a dead peer must not keep this process
+        if compiler := sys.modules.get("torch._inductor.async_compile"):
+            with contextlib.suppress(Exception):  # its helpers end when asked, and later by themselves
+                compiler.shutdown_compile_workers()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
+
+
+def _tell_launcher(error: BaseException, code: int) -> None:
+    """A worker's own account of its end, for whoever watches it; one that the run has written already stays."""
+    place = env.detect()
+    if place.launcher == "none":
+        return
+    from lockstep.launch.link import attach
+
+    if not isinstance(error, Stopped):
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        record = {"exit_code": code, "rank": place.rank, "gpu": place.tag, "node": place.node, "kind": "exception"}
+        attach(place).fail(record | {"cause": env.redact(cause), "secondary": getattr(error, "secondary", False)})
 
 
 def _preempted(_number: int, _frame: object) -> NoReturn:

@@ -8,11 +8,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ class RunDir:
     def profile(self) -> Path:
         return self.root / "profile.json"
 
-    def worker(self, tag: str) -> Path:
+    def worker(self, tag: str, node: int = 0) -> Path:
         """The folder of one worker, e.g. workers/n0-GPU3."""
-        return self.root / "workers" / f"n0-{tag or 'CPU'}"
+        return self.root / "workers" / f"n{node}-{tag or 'CPU'}"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
@@ -83,7 +84,8 @@ def create_run(out: Path, name: str) -> RunDir:
         raise ConfigError(f"run name {name!r} is the link to the newest run", hint="another --name")
     root = out / check_name(name)
     if root.exists():
-        raise ConfigError(f"run {name!r} exists already in {out}", hint=f"lockstep resume {root}, or another --name")
+        hint = f"lockstep resume {shlex.quote(str(root))}, or another --name"
+        raise ConfigError(f"run {name!r} exists already in {out}", hint=hint)
     try:
         root.mkdir(parents=True)
     except OSError as error:
@@ -169,49 +171,71 @@ def replacing(path: Path) -> Generator[Path]:
 @contextlib.contextmanager
 def publishing(final: Path) -> Generator[Path]:
     """A temporary folder; when the block ends well it gets a manifest and becomes `final`, durably."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:12]}")
-    temporary.mkdir()
+    temporary = stage(final)
     try:
         yield temporary
-        seal(temporary)
-        if final.exists():  # an older save of the same step: out of the way first, gone for good after
-            old = final.with_name(f"{final.name}.tmp-old-{uuid.uuid4().hex[:12]}")
-            final.rename(old)
-            temporary.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            temporary.rename(final)
-        fsync_path(final.parent)
+        publish(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def seal(folder: Path) -> None:
+def stage(final: Path) -> Path:
+    """A new temporary folder beside `final`, for `publish`."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:12]}")
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, final: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Give a temporary folder its manifest and its name, durably. `known`: entries of files others have written."""
+    seal(temporary, known=known)
+    if final.exists():  # an older save of the same step: out of the way first, gone for good after
+        old = final.with_name(f"{final.name}.tmp-old-{uuid.uuid4().hex[:12]}")
+        final.rename(old)
+        temporary.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        temporary.rename(final)
+    fsync_path(final.parent)
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file: its size and SHA-256, every byte of it on the disk."""
+    fsync_path(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def seal(folder: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Write the manifest of a folder: size and SHA-256 of each file, every byte on the disk before it."""
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, Mapping[str, Any]] = {}
     mode = folder.stat().st_mode & 0o666  # the user's umask, which not every writer of tensors respects
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             path.chmod(mode)
-            fsync_path(path)
-            files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            name = path.relative_to(folder).as_posix()
+            files[name] = known[name] if known and name in known else entry(path)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n", encoding="utf-8")
     for path in [manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         fsync_path(path)
 
 
-def verify(folder: Path, *, content: bool = True, required: Sequence[str] = ()) -> None:
-    """Raise DataError, naming the file, unless the folder is what its manifest says and holds what is required."""
+def verify(
+    folder: Path, *, content: bool = True, required: Sequence[str] = (), share: tuple[int, int] = (0, 1)
+) -> None:
+    """Raise DataError, naming the file, unless the folder is what its manifest says and holds what is required.
+
+    `share` (i, n): this is reader i of n who divide the files among them; sizes are looked at by each.
+    """
     manifest = folder / MANIFEST
     try:
         expected = _read_manifest(manifest)
         for name in required:
             if name not in expected:
                 raise DataError(f"the manifest does not name {name}", where=str(manifest))
-        for name, (size, digest) in expected.items():
-            _verify_file(folder / name, size, digest if content else "")
+        for place, (name, (size, digest)) in enumerate(expected.items()):
+            _verify_file(folder / name, size, digest if content and place % share[1] == share[0] else "")
     except FileNotFoundError as error:
         if Path(error.filename or "") == manifest:
             raise DataError("no manifest: the save did not finish", where=str(folder)) from None

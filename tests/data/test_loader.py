@@ -151,6 +151,31 @@ def test_validation_of_a_small_table_ends_with_a_short_batch(numbers: Table) -> 
     assert np.concatenate([batch.tensors["ids"] for batch in batches]).tolist() == list(range(23))
 
 
+def test_ranks_make_the_micro_batches_of_one_process_between_them(numbers: Table) -> None:
+    """World 3 x 2 micro-batches is world 1 x 6: same rows, epochs, slots and draws, over several epochs."""
+    settings = {"seed": 5, "micro_rows": 3}
+    alone = steps(Loader(numbers, Plain(), micro_batches=6, **settings), 9)
+    shares = [
+        steps(Loader(numbers, Plain(), micro_batches=2, rank=rank, world=3, workers=rank, start_step=2, **settings), 7)
+        for rank in range(3)
+    ]
+    together = [[batch for share in shares for batch in share[step]] for step in range(7)]
+    assert same(alone[2:], together)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_validation_is_dealt_to_ranks_in_equal_numbers(numbers: Table, world: int) -> None:
+    cut = {"micro_rows": 4, "rows": 100, "seed": 1}
+    alone = validation_batches(numbers, Plain(), **cut)
+    shares = [validation_batches(numbers, Plain(), **cut, share=(rank, world)) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1
+    dealt = [share[index] for index in range(len(shares[0])) for share in shares]
+    assert same([alone], [[batch for batch in dealt if batch.rows]])
+    fillers = [batch for batch in dealt if not batch.rows]
+    assert len(fillers) == -len(alone) % world
+    assert all(set(batch.weights.values()) == {0} and batch.tensors["ids"].numel() for batch in fillers)
+
+
 @pytest.mark.parametrize("micro_rows", [1, 3, 8, 16, 100])
 def test_validation_is_one_batch_however_it_is_cut(numbers: Table, micro_rows: int) -> None:
     """Rows, slots and draws: also an objective that draws at random sees the same validation."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,12 +47,9 @@ def failing(_: object) -> None:
     raise RuntimeError("boom")
 
 
-@pytest.mark.parametrize("script", ["pretrain_main.py", "run_training.sh"])
-def test_a_stop_is_a_warning_and_a_crash_a_failure(
-    door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
+def test_a_stop_is_a_warning_and_a_crash_a_failure(door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "pretrain_main.py"
     monkeypatch.setattr("tempfile.tempdir", str(in_dir))
-    logs = set(Path("/tmp").glob("model_check_logs_*"))
     monkeypatch.setattr("lockstep.engine.train.train", interrupted)
     outcome = door(script, *QUICK)
     assert outcome.code == 130
@@ -64,9 +60,6 @@ def test_a_stop_is_a_warning_and_a_crash_a_failure(
     outcome = door(script, *QUICK)
     assert outcome.code == 1
     assert "GPU0:ERROR | [GPU 0] unexpected RuntimeError: boom" in outcome.out
-    assert ("[FAILURE] Training failed on GPU 0" in outcome.out) == (script == "run_training.sh")
-    for folder in set(Path("/tmp").glob("model_check_logs_*")) - logs:
-        shutil.rmtree(folder)
 
 
 def test_the_log_folder_is_new_and_never_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

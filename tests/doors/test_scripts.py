@@ -221,7 +221,7 @@ def test_run_sh_under_lang_c_in_a_pipe(tmp_path: Path) -> None:
     assert answer.returncode == 0, text + answer.stderr.decode()
     assert "\x1b" not in text
     assert len(re.findall(rf"^\[GPU0\] {TAIL}$", text, re.MULTILINE)) == 3
-    assert text.splitlines()[-1] == "[GPU0] [SUCCESS] All GPU training completed successfully"
+    assert text.splitlines()[-1] == "[SUCCESS] All GPU training completed successfully"
     shutil.rmtree(re.findall(r"Log directory: (/tmp/model_check_logs_\d+_\d+)", text)[0])
 
 

@@ -215,7 +215,7 @@ def test_a_state_that_does_not_add_up_is_refused(damage: Callable[[dict[str, Any
     values = json.loads(json.dumps(good.run))
     damage(values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "load", lambda _: State(good.model, good.optimizer, values))
+        patch.setattr(checkpoint, "load", lambda *_: State(good.model, good.optimizer, values))
         with pytest.raises(LockstepError):
             run(tmp_path / "b", settings, point=folder)
 

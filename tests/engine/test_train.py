@@ -94,8 +94,8 @@ def test_first_loss_is_the_formula_and_a_wrong_one_is_said(
 
     make_model = build.make_model
 
-    def with_a_wide_head(plan: build.Plan, *, hooks: bool) -> build.Built:
-        built = make_model(plan, hooks=hooks)
+    def with_a_wide_head(plan: build.Plan, **named: Any) -> build.Built:
+        built = make_model(plan, **named)
         with torch.no_grad():
             built.model.get_parameter("output.weight").mul_(5)
         return built

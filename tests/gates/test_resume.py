@@ -16,7 +16,9 @@ import torch
 
 from lockstep.engine import checkpoint
 from lockstep.errors import LockstepError
+from lockstep.runtime.group import Group
 from tests.gates.training import run
+from tests.ranks.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Case:
     steps: int = 20
     family: str = "llama"
     fault: str = ""
+    world: int = 1
+    mode: str = "ddp"
 
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -35,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("shared_cache")
 ONE_ROW = {"training.batch_size": 1}
 FOUR_PARTS = {**ONE_ROW, "training.grad_accum_nums": 4, "model.dropout": 0.1, "data.num_workers": 2}
 SHORT = {"training.context_length": 16}  # half precision is slow on CPUs without its instructions
+TWO_PARTS = {**ONE_ROW, **SHORT, "training.grad_accum_nums": 2, "model.dropout": 0.1}
 OVERFLOWS = "inf_grad@rank=0,step=2;inf_grad@rank=0,step=3"
 CASES = [
     Case("fp32", {}),
@@ -44,6 +49,18 @@ CASES = [
     Case("bf16-one", {**ONE_ROW, **SHORT, "training.precision": "bf16"}, steps=4),
     Case("bf16", {**FOUR_PARTS, **SHORT, "training.precision": "bf16"}, steps=6),
     Case("fp16-overflow", {**ONE_ROW, **SHORT, "training.precision": "fp16"}, steps=6, fault=OVERFLOWS),
+    *(Case(f"ddp-{world}", TWO_PARTS, steps=5, world=world) for world in (2, 3, 4)),
+    Case("ddp-3-fp16-overflow", {**TWO_PARTS, "training.precision": "fp16"}, steps=5, fault=OVERFLOWS, world=3),
+    *(Case(f"fsdp-{world}", TWO_PARTS, steps=5, world=world, mode="fsdp") for world in (2, 3, 4)),
+    Case("hsdp-4", TWO_PARTS, steps=5, world=4, mode="hsdp"),
+    Case(
+        "fsdp-3-fp16-overflow",
+        {**TWO_PARTS, "training.precision": "fp16"},
+        steps=5,
+        fault=OVERFLOWS,
+        world=3,
+        mode="fsdp",
+    ),
 ]
 
 EVERY_STEP = {
@@ -54,9 +71,13 @@ EVERY_STEP = {
 }
 
 
-def straight(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def straight(
+    case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Pool | None = None
+) -> list[tuple[Any, ...]]:
     if case.fault:
         monkeypatch.setenv("LOCKSTEP_FAULT", case.fault)
+    if ranks and case.world > 1:
+        return on_ranks(ranks, case, folder, _settings(case))
     parts, recorder = run(folder, _settings(case), family=case.family)
     if case.name.endswith("epochs"):
         assert parts.rows * 3 < parts.batch_rows * case.steps, "the case must walk over the table several times"
@@ -65,28 +86,41 @@ def straight(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    return {**EVERY_STEP, "training.max_steps": case.steps, **case.settings}
+    return {**EVERY_STEP, "training.max_steps": case.steps, "system.mode": case.mode, **case.settings}
 
 
-def resumed(case: Case, folder: Path, step: int) -> list[tuple[Any, ...]]:
+def on_rank(group: Group, folder: Path, settings: dict[str, Any], family: str, point: Path | None) -> Any:
+    """What one rank of a case does."""
+    return run(folder, settings, family=family, point=point, group=group)[1].trace
+
+
+def on_ranks(
+    ranks: Pool, case: Case, folder: Path, settings: dict[str, Any], point: Path | None = None
+) -> list[tuple[Any, ...]]:
+    """The trace of a case on its ranks, which must be the same on all."""
+    first, *others = ranks(case.world, on_rank, folder, settings, case.family, point)
+    assert all(other == first for other in others), "the ranks do not agree"
+    return first
+
+
+def resumed(case: Case, folder: Path, step: int, ranks: Pool | None = None) -> list[tuple[Any, ...]]:
     point = folder / "checkpoints" / f"step_{step:08d}"
-    _, recorder = run(
-        folder.parent / f"from-{step}",
-        {**_settings(case), "training.save_interval": 0},
-        family=case.family,
-        point=point,
-    )
-    return recorder.trace
+    settings, other = {**_settings(case), "training.save_interval": 0}, folder.parent / f"from-{step}"
+    if ranks and case.world > 1:
+        return on_ranks(ranks, case, other, settings, point)
+    return run(other, settings, family=case.family, point=point)[1].trace
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_every_step_resumes_to_the_same_bits(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = straight(case, tmp_path / "whole", monkeypatch)
+def test_every_step_resumes_to_the_same_bits(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Pool
+) -> None:
+    whole = straight(case, tmp_path / "whole", monkeypatch, ranks)
     assert len(whole) == case.steps
     if "debug.digest_interval" not in case.settings:
         assert len({entry[4] for entry in whole}) >= case.steps - 2, "the digest must move with the weights"
     for step in range(1, case.steps):
-        assert resumed(case, tmp_path / "whole", step) == whole[step:], f"resumed after step {step}"
+        assert resumed(case, tmp_path / "whole", step, ranks) == whole[step:], f"resumed after step {step}"
 
 
 def _dropped(path: str) -> Callable[[checkpoint.State], checkpoint.State]:
@@ -139,7 +173,7 @@ def test_dropping_any_saved_field_breaks_the_gate(tmp_path: Path, monkeypatch: p
         for field in sorted(unseen):
             damaged = _dropped(field)(state)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(checkpoint, "load", lambda _path, damaged=damaged: damaged)
+                patch.setattr(checkpoint, "load", lambda *_where, damaged=damaged: damaged)
                 try:
                     seen = resumed(case, tmp_path / "whole", at) != whole[at:]
                 except LockstepError:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.config.load import load
-from lockstep.contracts import StepRecord
+from lockstep.contracts import Objective, StepRecord
 from lockstep.engine import loop
 from lockstep.engine.build import assemble, plan
 from lockstep.engine.parts import Parts
 from lockstep.engine.resume import ResumePoint
 from lockstep.engine.train import rehearse
 from lockstep.rundir import RunDir
+from lockstep.runtime.group import Group
 from lockstep.runtime.signals import StopRequest
 
 
@@ -56,13 +57,21 @@ def run(
     point: Path | None = None,
     preset: str = "tiny",
     stop: StopRequest | None = None,
+    group: Group | None = None,
+    objective: Objective | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Parts, Recorder]:
-    """Train `preset` with `settings` changed, in this process; from a checkpoint if `point` is given."""
+    """Train `preset` with `settings` changed, in this process; from a checkpoint if `point` is given.
+
+    With a group: as one of its ranks.
+    """
     loaded = load(family, preset=preset, flags=flags({"system.device": "cpu", **settings}))
     planned = plan(loaded, torch.device("cpu"))
-    recorder = Recorder()
-    resume = ResumePoint(point, None) if point else None
-    assembled = assemble(planned, RunDir(folder), point=resume, sinks=[recorder], stop=stop or StopRequest())
+    if objective:
+        planned = replace(planned, objective=objective)
+    recorder = recorder or Recorder()
+    resume, stop = ResumePoint(point, None) if point else None, StopRequest() if stop is None else stop
+    assembled = assemble(planned, RunDir(folder), point=resume, sinks=[recorder], stop=stop, group=group)
     recorder.parts = assembled.parts
     try:
         if assembled.parts.progress.step < assembled.parts.config.training.max_steps:

@@ -20,13 +20,33 @@ def script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("name", "constant"), [("start", "LIMIT_SECONDS"), ("loop", "LIMIT_MS")])
-def test_over_the_limit_is_exit_1(name: str, constant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = script(name)
-    limit = getattr(module, constant)
+def row(name: str) -> str:
+    return next(line for line in (FOLDER / "README.md").read_text().splitlines() if f"`{name}.py` |" in line)
+
+
+def test_a_loop_over_the_limit_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("loop")
+    limit = module.LIMIT_MS
     assert module.verdict(limit * 0.99, limit) == 0
     assert capsys.readouterr().out.startswith("ok: lockstep ")
     assert module.verdict(limit * 1.01, limit) == 1
     assert capsys.readouterr().out.startswith("TOO SLOW: lockstep ")
-    row = next(line for line in (FOLDER / "README.md").read_text().splitlines() if f"`{name}.py` |" in line)
-    assert f"| {limit} " in row
+    assert f"| {limit} " in row("loop")
+
+
+@pytest.mark.parametrize("slow", ["", "help", "launcher", "first"])
+def test_a_start_over_any_limit_is_exit_1(
+    slow: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("start")
+    bare = 3.0
+    spent = {"help": module.HELP_LIMIT_SECONDS, "launcher": module.LAUNCHER_LIMIT_SECONDS}
+    spent["first"] = module.FIRST_STEP_LIMIT_SECONDS
+    seconds = {name: limit * (1.01 if name == slow else 0.99) for name, limit in spent.items()}
+    monkeypatch.setattr(module, "cpu_seconds", lambda _: seconds["help"])
+    monkeypatch.setattr(module, "launch", lambda *_: (bare + seconds["first"], seconds["launcher"]))
+    monkeypatch.setattr(module, "bare", lambda _: bare)
+    monkeypatch.setattr("sys.argv", ["start.py", "--rounds", "1"])
+    assert module.main() == (1 if slow else 0)
+    assert capsys.readouterr().out.count("TOO SLOW") == bool(slow)
+    assert all(f"{limit} " in row("start") for limit in spent.values())

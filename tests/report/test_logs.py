@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ExitCode, OutputError
-from lockstep.report.logs import ConsoleHandler, FileHandler, console_handler, scrubber, setup_logging
+from lockstep.report.logs import ConsoleHandler, FileHandler, console_handler, setup_logging
+from lockstep.runtime import env
+from lockstep.runtime.scrub import scrubber
 
 log = logging.getLogger("lockstep.engine.loop")
 BROKEN_FORMATTER = "GPU0:GPU0:INFO"  # what a formatter that changes the record prints in a second handler
@@ -107,7 +109,8 @@ def test_secrets_reach_neither_screen_nor_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HTTPS_PROXY", "http://user:pass-canary@proxy:3128")
     file = tmp_path / "log.txt"
     stream = io.StringIO()
-    setup_logging(stream=stream, log_files=[file], secrets=("from-a-config-file",))
+    monkeypatch.setattr(env, "_hidden", {"from-a-config-file"})
+    setup_logging(stream=stream, log_files=[file])
     log.info("token %s, hf_can\x1b[0mary1234 and %s", "hf_canary1234", "from-a-config-file")
     try:
         raise RuntimeError("cannot reach http://user:pass-canary@proxy:3128")

@@ -3,6 +3,9 @@
 Threads and not processes: rows are memory-mapped and a collate is a gather, so there is nothing to copy between
 processes and nobody who could be left behind. Worker w of N makes the steps w, w + N, w + 2N, ... into a queue of its
 own, and the reader takes from the queues in turn: batches are the same for any number of workers and any first step.
+
+The global batch of a step is world * micro_batches * micro_rows rows. Rank r makes its micro-batches r * micro_batches
+and following: how many ranks there are decides who makes a micro-batch, never what is in it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ class Loader:
     objective: Objective
     seed: int = field(kw_only=True)
     micro_rows: int = field(kw_only=True)
-    micro_batches: int = field(kw_only=True)
+    micro_batches: int = field(kw_only=True)  # of one rank
+    rank: int = field(default=0, kw_only=True)
+    world: int = field(default=1, kw_only=True)
     start_step: int = field(default=0, kw_only=True)
     workers: int = field(default=0, kw_only=True)
     prefetch: int = field(default=2, kw_only=True)  # steps each worker keeps ready
@@ -41,7 +46,9 @@ class Loader:
     def __post_init__(self) -> None:
         self._step = self.start_step
         self._order = Order(self.table.rows, self.seed)
-        self._slots = np.arange(self.micro_rows * self.micro_batches).reshape(self.micro_batches, self.micro_rows)
+        own = self.micro_rows * self.micro_batches
+        self._batch_rows = self.world * own
+        self._slots = (self.rank * own + np.arange(own)).reshape(self.micro_batches, self.micro_rows)
         self._stop = threading.Event()
         self._ready = [queue.Queue[list[Batch] | BaseException](self.prefetch) for _ in range(self.workers)]
         self._threads = [
@@ -68,9 +75,9 @@ class Loader:
         return made
 
     def batches(self, order: Order, step: int) -> list[Batch]:
-        """The micro-batches of one step: micro-batch m holds slots m * micro_rows and following."""
-        ids, epochs = order.at(step * self._slots.size, self._slots.size)
-        draw = Draw(self.seed, step, self._slots.size)
+        """This rank's micro-batches of one step: micro-batch m of all holds slots m * micro_rows and following."""
+        ids, epochs = order.at(step * self._batch_rows + int(self._slots[0, 0]), self._slots.size)
+        draw = Draw(self.seed, step, self._batch_rows)
         made: list[Batch] = []
         for index, slots in enumerate(self._slots):
             part = slice(index * self.micro_rows, (index + 1) * self.micro_rows)
@@ -114,12 +121,22 @@ class Loader:
             step += self.workers
 
 
-def validation_batches(table: Table, objective: Objective, *, micro_rows: int, rows: int, seed: int) -> list[Batch]:
-    """The first `rows` rows of a table, or all, in table order: one batch that is the same however it is cut."""
-    total = min(rows, table.rows)
+def validation_batches(
+    table: Table, objective: Objective, *, micro_rows: int, rows: int, seed: int, share: tuple[int, int] = (0, 1)
+) -> list[Batch]:
+    """The first `rows` rows of a table, or all, in table order: one batch that is the same however it is cut.
+
+    `share` is (rank, world): rank r has the cuts r, r + world, ... All ranks have equally many, since in some modes a
+    forward pass needs everyone: where there is no cut left stands a real batch that counts for nothing (rows = 0).
+    """
+    total, (rank, world) = min(rows, table.rows), share
     made: list[Batch] = []
-    for start in range(0, total, micro_rows):
-        ids = np.arange(start, min(start + micro_rows, total))
+    for first in range(0, total, world * micro_rows):
+        start = first + rank * micro_rows
+        place = start if start < total else 0
+        ids = np.arange(place, min(place + micro_rows, total))
         part = Rows(ids, epochs=np.zeros_like(ids), slots=ids, columns=table.take(ids))
-        made.append(objective.collate(part, Draw(seed, step=0, batch_rows=total)))
+        batch = objective.collate(part, Draw(seed, step=0, batch_rows=total))
+        nothing = dict.fromkeys(batch.weights, 0)
+        made.append(batch if start < total else Batch(batch.tensors, nothing, rows=0, tokens=0))
     return made

@@ -17,17 +17,23 @@ from lockstep.contracts import Objective, Sink
 from lockstep.data.loader import Loader, validation_batches
 from lockstep.engine import checkpoint, legacy, resume, state
 from lockstep.engine.checkpoint import Checkpointer
+from lockstep.engine.council import Council
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared, prepare
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
+from lockstep.errors import ConfigError
 from lockstep.models import shapes
 from lockstep.models.build import Built
 from lockstep.models.build import build as build_model
 from lockstep.models.shapes import LlamaShape
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, faults, precision
+from lockstep.runtime.group import Group
 from lockstep.runtime.hardware import device_name, peak_flops
+from lockstep.runtime.marks import Marks, NoMarks
+from lockstep.runtime.parallel import Sharded
+from lockstep.runtime.reduce import Alone, Exchange, Reducer
 from lockstep.runtime.signals import StopRequest
 
 
@@ -58,8 +64,9 @@ def hub_token(config: RunConfig) -> str | None:
     return config.data.hf_token.get_secret_value() if config.data.hf_token else None
 
 
-def describe(plan: Plan, data_key: str) -> dict[str, Any]:
+def describe(plan: Plan, data_key: str, *, world: int = 1) -> dict[str, Any]:
     """What a checkpoint belongs to: compared on resume, and enough to load the model elsewhere."""
+    options = plan.config.training
     return {
         "family": plan.config.family,
         "config": to_dict(plan.config),
@@ -69,7 +76,8 @@ def describe(plan: Plan, data_key: str) -> dict[str, Any]:
         "data_key": data_key,
         "device_name": device_name(plan.device),
         "threads": torch.get_num_threads() if plan.device.type == "cpu" else 0,
-        "world": 1,
+        "world": world,
+        "batch_rows": world * options.batch_size * options.grad_accum_nums,
         "versions": versions(),
     }
 
@@ -95,28 +103,36 @@ class Assembled:
     loader: Loader
 
 
-def assemble(
-    plan: Plan, run: RunDir, *, point: resume.ResumePoint | None, sinks: list[Sink], stop: StopRequest
+def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
+    plan: Plan,
+    run: RunDir,
+    *,
+    point: resume.ResumePoint | None,
+    sinks: list[Sink],
+    stop: StopRequest,
+    group: Group | None = None,
+    link: Marks | None = None,
 ) -> Assembled:
     """Data, model, optimizer and state, ready for the loop."""
     config, options = plan.config, plan.config.training
+    everyone, link = group or Group(), link or NoMarks()
+    group = Group() if config.system.mode == "replicas" else everyone  # replicas train alone and are compared later
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
-    about = describe(plan, prepared.key)
-    planned_faults = faults.plan(rank=env.detect().rank)
-    built = make_model(plan, hooks=planned_faults.needs_hooks)
-    planned_faults.attach(built.model)
-    stepper = Stepper(
-        built.model,
-        plan.objective,
-        options,
-        precision=precision.Precision(options.precision, plan.device),
-        seed=config.system.seed,
-        faults=planned_faults,
+    link.enter("start")
+    about = describe(plan, prepared.key, world=group.world)
+    stepper, built = make_stepper(plan, group, link)
+    progress = _resume(stepper, about, point, config=config) if point else Progress()
+    loader = make_loader(plan, prepared, start_step=progress.step, group=group)
+    exchange = stepper.exchange
+    checkpointer = Checkpointer(
+        run.checkpoints,
+        keep_last=config.checkpoint.keep_last,
+        extra_files=tokenizer_files(prepared),
+        group=group,
+        sharded=isinstance(exchange, Sharded),
+        writes=not isinstance(exchange, Sharded) or exchange.writes,
     )
-    stepper.debug = config.debug.enabled
-    progress = _resume(stepper, about, point, allow=config.checkpoint.allow_mismatch) if point else Progress()
-    loader = make_loader(plan, prepared, start_step=progress.step)
-    keep_last = config.checkpoint.keep_last
+    peak = peak_flops(plan.device, options.precision)
     parts = Parts(
         config=config,
         device=plan.device,
@@ -127,23 +143,53 @@ def assemble(
             prepared.validation,
             plan.objective,
             micro_rows=options.batch_size,
-            rows=options.eval_batches * options.batch_size * options.grad_accum_nums,
+            rows=options.eval_batches * about["batch_rows"],
             seed=config.system.seed,
+            share=(group.rank, group.world),
         ),
-        checkpointer=Checkpointer(run.checkpoints, keep_last=keep_last, extra_files=tokenizer_files(prepared)),
+        checkpointer=checkpointer,
         sinks=sinks,
         stop=stop,
-        faults=planned_faults,
+        faults=stepper.faults,
         about=about,
         rows=prepared.train.rows,
         flops_per_token=plan.shape.flops_per_token(options.context_length),
-        peak_flops=peak_flops(plan.device, options.precision),
-        trace_file=run.profile if config.report.profile else None,
+        peak_flops=peak * group.world if peak else None,
+        council=stepper.council,
+        link=link,
+        saves=group is everyone or everyone.rank == 0,
+        trace_file=run.profile if config.report.profile and everyone.rank == 0 else None,
     )
     return Assembled(parts, prepared, built, loader)
 
 
-def make_model(plan: Plan, *, hooks: bool) -> Built:
+def make_stepper(plan: Plan, group: Group, link: Marks) -> tuple[Stepper, Built]:
+    """The model and all that a step needs, with whoever exchanges gradients in this mode."""
+    config, place = plan.config, env.detect()
+    planned_faults = faults.plan(rank=place.rank)
+    sharded = None
+    if group.world > 1 and config.system.mode in ("fsdp", "hsdp"):
+        sharded = Sharded(config.system.mode, group, plan.device, nodes=place.nodes, link=link)
+    built = make_model(plan, hooks=planned_faults.needs_hooks, sharded=sharded)
+    planned_faults.attach(built.model)
+    stepper = Stepper(
+        built.model,
+        plan.objective,
+        config.training,
+        precision=precision.Precision(config.training.precision, plan.device),
+        seed=config.system.seed,
+        faults=planned_faults,
+    )
+    stepper.debug = config.debug.enabled
+    exchange: Exchange = sharded or Alone(stepper.parameters)
+    if group.world > 1 and not sharded:
+        trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
+        exchange = Reducer(trained, group, overlap=not planned_faults.spoil_gradients)
+    stepper.connect(exchange, Council(plan.objective.terms, group), link)
+    return stepper, built
+
+
+def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None) -> Built:
     """The model on its device. Compiled blocks skip hooks, so hooks mean no compiling."""
     config = plan.config
     return build_model(
@@ -156,6 +202,7 @@ def make_model(plan: Plan, *, hooks: bool) -> Built:
         deterministic=config.system.deterministic,
         debug=config.debug.enabled,
         token=hub_token(config),
+        shard=sharded.shard if sharded else None,
     )
 
 
@@ -165,8 +212,8 @@ def tokenizer_files(prepared: Prepared) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
-def make_loader(plan: Plan, prepared: Prepared, *, start_step: int) -> Loader:
-    """The training batches from a step on."""
+def make_loader(plan: Plan, prepared: Prepared, *, start_step: int, group: Group | None = None) -> Loader:
+    """This rank's training batches from a step on."""
     data, options, on_gpu = plan.config.data, plan.config.training, plan.device.type == "cuda"
     workers = data.num_workers if data.num_workers != "auto" else 1
     return Loader(
@@ -175,6 +222,8 @@ def make_loader(plan: Plan, prepared: Prepared, *, start_step: int) -> Loader:
         seed=plan.config.system.seed,
         micro_rows=options.batch_size,
         micro_batches=options.grad_accum_nums,
+        rank=group.rank if group else 0,
+        world=group.world if group else 1,
         start_step=start_step,
         workers=workers,
         prefetch=data.prefetch_factor,
@@ -182,16 +231,38 @@ def make_loader(plan: Plan, prepared: Prepared, *, start_step: int) -> Loader:
     )
 
 
-def _resume(stepper: Stepper, about: dict[str, Any], point: resume.ResumePoint, *, allow: bool) -> Progress:
+def _resume(stepper: Stepper, about: dict[str, Any], point: resume.ResumePoint, *, config: RunConfig) -> Progress:
     saved = _read_state(stepper, point.checkpoint)
-    if saved.run.get("about") is not None:  # a file of another program does not say
-        resume.check_belongs(saved.run["about"], about, checkpoint=point.checkpoint, allow=allow)
+    if (belongs := saved.run.get("about")) is not None:  # a file of another program does not say
+        allow = config.checkpoint.allow_mismatch
+        if isinstance(belongs, dict) and not allow:
+            check_batch(belongs.get("batch_rows"), config, world=about["world"], checkpoint=point.checkpoint)
+        resume.check_belongs(belongs, about, checkpoint=point.checkpoint, allow=allow)
     return state.restore(stepper, saved)
+
+
+def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkpoint: Path) -> None:
+    """Refuse another global batch: each step would see other rows. Says what would fit."""
+    micro, count = config.training.batch_size, config.training.grad_accum_nums
+    rows = world * micro * count
+    if saved_rows is None or saved_rows == rows:
+        return
+    fits = [
+        f"{flag} {saved_rows // one}"
+        for flag, one in (("--gpus", micro * count), ("--training.grad-accum-nums", micro * world))
+        if saved_rows % one == 0
+    ]
+    raise ConfigError(
+        f"the checkpoint has {saved_rows} rows in each global batch, this run {rows}: {world} workers x batch_size "
+        f"{micro} x grad_accum_nums {count}",
+        where=str(checkpoint),
+        hint=" or ".join(fits) or f"workers x batch_size x grad_accum_nums must be {saved_rows}",
+    )
 
 
 def _read_state(stepper: Stepper, path: Path) -> checkpoint.State:
     if path.suffix != ".pt":
-        return checkpoint.load(path)
+        return checkpoint.load(path, stepper.council.group)
     names = {id(parameter): name for name, parameter in stepper.model.named_parameters()}
     order = [names[id(parameter)] for parameter in stepper.optimizer.parameters]
     return legacy.read(path, order)

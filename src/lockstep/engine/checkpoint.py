@@ -1,4 +1,8 @@
-"""Checkpoints that cannot be torn: a folder per save, a manifest with SHA-256 written last, one rename."""
+"""Checkpoints that cannot be torn: a folder per save, a manifest with SHA-256 written last, one rename.
+
+A model in shards is saved by all ranks at once, each its pieces into the common temporary folder; rank 0 adds the index
+and the manifest. All ranks call `save` and have the same outcome: a path, or the same error.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ import json
 import logging
 import re
 import shutil
+import socket
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +20,25 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lockstep import rundir
-from lockstep.errors import DataError
+from lockstep.engine.shards import Stored, index_of, make_index, piece_file, read_index, write_pieces
+from lockstep.errors import DataError, ExitCode, LockstepError, OutputError
+from lockstep.runtime.group import Group
 
 logger = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, RUN = "model.safetensors", "optimizer.safetensors", "run.json"
-REQUIRED = (MODEL, OPTIMIZER, RUN)
+KINDS = (MODEL, OPTIMIZER)
 NAME = re.compile(r"step_\d{8,}")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+SEEN_SECONDS = 5.0  # a file on a network disk may show up late elsewhere
 
 
 @dataclass(frozen=True)
 class State:
-    """All that a run needs to go on: tensors by name, and plain values."""
+    """All that a run needs to go on: tensors by name (in shards: DTensors), and plain values."""
 
     model: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
@@ -38,30 +48,104 @@ class State:
 class Checkpointer:
     """Saves into, and finds in, the checkpoints folder of one run."""
 
-    def __init__(self, folder: Path, *, keep_last: int = 2, extra_files: Mapping[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        extra_files: Mapping[str, bytes] | None = None,
+        group: Group | None = None,
+        sharded: bool = False,
+        writes: bool = True,
+    ) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.extra_files = extra_files or {}  # held in memory: what they came from may be gone when it is time to save
+        self.group = group or Group()
+        self.sharded, self.writes = sharded, writes
+        if sharded:
+            check_common(folder, self.group)
+            self.writers = [rank for rank, writing in enumerate(self.group.gather(writes)) if writing]
 
     def save(self, step: int, state: State) -> Path:
-        """Publish the state after `step` finished steps; only then forget the oldest."""
+        """Publish the state after `step` finished steps; only then forget the oldest. All ranks must call it."""
         final = self.folder / f"step_{step:08d}"
+        if self.sharded:
+            self._save_pieces(final, state)
+        else:
+            self.group.together(lambda: self._save_whole(final, state))
+        return final
+
+    def _save_whole(self, final: Path, state: State) -> None:
         if final.is_dir() and is_good(final):
-            return final  # the state after N steps of a run is one state
+            return  # the state after N steps of a run is one state
         try:
             with rundir.publishing(final) as folder:
                 save_file(dict(state.model), folder / MODEL)
                 save_file(dict(state.optimizer), folder / OPTIMIZER)
-                (folder / RUN).write_text(json.dumps(state.run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-                for name, content in self.extra_files.items():
-                    (folder / name).write_bytes(content)
+                self._write_rest(folder, state)
         except (OSError, SafetensorError) as error:
-            raise rundir.io_error(_as_os_error(error), final, doing="saving a checkpoint") from error
+            raise _saving_failed(error, final) from error
+        self._forget()
+
+    def _save_pieces(self, final: Path, state: State) -> None:
+        staged = self.group.together(lambda: self._stage(final))
+        if not staged:
+            return
+        written = self.group.gather(self._write_pieces(Path(staged), final, state))
+        try:
+            _raise_first(written, self.group.rank)
+            self.group.together(lambda: self._publish_pieces(Path(staged), final, state, written))
+        finally:
+            if self.group.rank == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+
+    def _stage(self, final: Path) -> str:
+        if final.is_dir() and is_good(final):
+            return ""
+        try:
+            return str(rundir.stage(final))
+        except OSError as error:
+            raise _saving_failed(error, final) from error
+
+    def _write_pieces(self, staged: Path, final: Path, state: State) -> dict[str, Any]:
+        """This rank's files; returns what the index and the manifest say of them, or why it could not."""
+        if not self.writes:
+            return {}
+        number = self.writers.index(self.group.rank) + 1
+        said: dict[str, Any] = {"files": {}}
+        try:
+            for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
+                path = staged / piece_file(file, number, len(self.writers))
+                said[file] = write_pieces(tensors, path, first=number == 1)
+                said["files"][path.name] = rundir.entry(path)
+        except (OSError, SafetensorError) as error:
+            failed = _saving_failed(error, final)
+            return {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
+        return said
+
+    def _publish_pieces(self, staged: Path, final: Path, state: State, written: list[dict[str, Any]]) -> None:
+        known = {name: entry for said in written for name, entry in said.get("files", {}).items()}
+        try:
+            for file in KINDS:
+                index = make_index([said[file] for said in written if file in said])
+                (staged / index_of(file)).write_text(json.dumps(index) + "\n", encoding="utf-8")
+            self._write_rest(staged, state)
+            rundir.publish(staged, final, known=known)
+        except OSError as error:
+            raise _saving_failed(error, final) from error
+        self._forget()
+
+    def _write_rest(self, folder: Path, state: State) -> None:
+        (folder / RUN).write_text(json.dumps(state.run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        for name, content in self.extra_files.items():
+            (folder / name).write_bytes(content)
+
+    def _forget(self) -> None:
         found = self.found()
         kept = [path for path in found if is_good(path, content=False)][-self.keep_last :]
         for old in found[: found.index(kept[0])] if kept else []:
             shutil.rmtree(old, ignore_errors=True)
-        return final
 
     def found(self) -> list[Path]:
         """Published checkpoints, oldest first; whether they verify is another question. Other folders are not ours."""
@@ -73,22 +157,98 @@ class Checkpointer:
         return next((path for path in reversed(self.found()) if is_good(path)), None)
 
 
-def load(path: Path) -> State:
-    """The state in a checkpoint folder, after every byte of it was checked."""
-    rundir.verify(path, required=REQUIRED)
+def load(path: Path, group: Group | None = None) -> State:
+    """The state in a checkpoint folder, after every byte of it was checked: by all ranks of the group, a share each.
+
+    Tensors are read when they are asked for, and of a tensor only the rows that are.
+    """
+    group = group or Group()
+    said: dict[str, Any] = {}
+    try:
+        verify(path, share=(group.rank, group.world))
+    except DataError as error:
+        said = {"failed": error.what, "where": error.where, "hint": error.hint}
+    _raise_first(group.gather(said), group.rank, DataError)
     run = json.loads((path / RUN).read_text(encoding="utf-8"))
-    return State(load_file(path / MODEL), load_file(path / OPTIMIZER), run)
+    return State(Stored(path, MODEL), Stored(path, OPTIMIZER), run)
+
+
+def verify(path: Path, *, content: bool = True, share: tuple[int, int] = (0, 1)) -> None:
+    """Raise DataError unless the folder is a whole checkpoint, in one piece or in many."""
+    in_pieces = (path / index_of(MODEL)).is_file()
+    required = [index_of(file) if in_pieces else file for file in KINDS]
+    rundir.verify(path, content=content, required=[*required, RUN], share=share)
+    if in_pieces:  # and every piece must be a file that was verified
+        files = {
+            piece.file
+            for file in KINDS
+            for entry in read_index(path / index_of(file)).values()
+            for piece in entry.pieces
+        }
+        rundir.verify(path, content=False, required=sorted(files))
 
 
 def is_good(path: Path, *, content: bool = True) -> bool:
     """Whether a checkpoint folder is whole; says why not."""
     try:
-        rundir.verify(path, content=content, required=REQUIRED)
+        verify(path, content=content)
     except DataError as error:
         logger.warning("Checkpoint passed over: %s", error)
         return False
     return True
 
 
-def _as_os_error(error: Exception) -> OSError:
-    return error if isinstance(error, OSError) else OSError(str(error))
+def check_common(folder: Path, group: Group) -> None:
+    """Whether all ranks write into one and the same folder: rank 0 leaves a word in it that the others must find."""
+    word, host = uuid.uuid4().hex, socket.gethostname()
+
+    def leave() -> list[str]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"common.tmp-{word}").write_text(word)
+        except OSError as error:
+            raise OutputError(f"cannot write here: {error.strerror or error}", where=str(folder)) from error
+        return [f"common.tmp-{word}", word, host]
+
+    name, wanted, first_host = group.together(leave)
+    blind = group.gather("" if _sees(folder / name, wanted) else host)
+    if group.rank == 0:
+        (folder / name).unlink(missing_ok=True)
+    for rank, its_host in enumerate(blind):
+        if its_host:
+            error = OutputError(
+                f"rank {rank} on {its_host} does not see the checkpoint folder of rank 0 on {first_host}",
+                where=str(folder),
+                hint="--out DIR, a folder that all nodes share",
+            )
+            error.secondary = rank != group.rank
+            raise error
+
+
+def _sees(path: Path, word: str) -> bool:
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            if path.read_text() == word:
+                return True
+        except OSError:
+            pass  # not there, or not yet
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+def _raise_first(said: list[dict[str, Any]], own_rank: int, kind: type[LockstepError] = LockstepError) -> None:
+    """The error of the first rank that had one, on every rank."""
+    for rank, each in enumerate(said):
+        if "failed" in each:
+            whose = f" (rank {rank} on {each['host']})" if "host" in each else ""
+            code = ExitCode.IO if kind is LockstepError else kind.exit_code
+            error = kind(each["failed"] + whose, where=each["where"], hint=each["hint"], exit_code=code)
+            error.secondary = rank != own_rank
+            raise error
+
+
+def _saving_failed(error: Exception, final: Path) -> LockstepError:
+    known = error if isinstance(error, OSError) else OSError(str(error))
+    return rundir.io_error(known, final, doing="saving a checkpoint")

@@ -16,19 +16,27 @@ from lockstep.contracts import Sink
 from lockstep.engine import loop
 from lockstep.engine.parts import Parts
 from lockstep.engine.present import memory_estimate
-from lockstep.errors import ExitCode, LockstepError, Stopped
+from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped
+from lockstep.launch.link import Link
 from lockstep.models.shapes import LlamaShape
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, hardware
+from lockstep.runtime.group import is_lost_peer
 
 logger = logging.getLogger(__name__)
 
 TRACE_LINES = 20
+KINDS: dict[type[BaseException], str] = {NonFiniteError: "nonfinite", MemoryShortageError: "memory"}
 HOPELESS = 2  # times the free memory: the estimate of activations is not that far off
 
 
 def explain(error: BaseException, config: RunConfig, device: torch.device) -> BaseException:
-    """Out of memory as a user should read it; everything else as it is."""
+    """Out of memory, or a lost peer, as a user should read it; everything else as it is."""
+    if is_lost_peer(error):
+        said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        lost = LockstepError(f"lost contact with another worker ({said})")
+        lost.secondary = True
+        return lost
     on_host = isinstance(error, RuntimeError) and "allocate memory" in str(error)  # how torch says it on the CPU
     if not on_host and not isinstance(error, torch.OutOfMemoryError | MemoryError):
         return error
@@ -36,18 +44,17 @@ def explain(error: BaseException, config: RunConfig, device: torch.device) -> Ba
     total = hardware.total_memory_bytes(device)
     has = f" of {total / 2**30:.1f} GiB" if total else ""
     said = str(error).splitlines()[0][:200] if str(error) else "no more memory"
-    return LockstepError(
+    return MemoryShortageError(
         f"out of memory: peak {hardware.peak_memory_bytes(device) / 2**30:.1f} GiB{has} with batch_size "
-        f"{options.batch_size} x context_length {options.context_length} ({said})",
+        f"{options.batch_size} x context_length {options.context_length} ({said}{hardware.limit_text(device)})",
         where=hardware.device_name(device),
         hint="--training.batch-size 1 with more grad_accum_nums, --gradient-checkpointing, or a shorter context_length",
-        exit_code=ExitCode.FAILED,
     )
 
 
-def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device) -> None:
+def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device, *, shards: int = 1) -> None:
     """Refuse what cannot fit before anything is allocated: on the CPU the kernel would end the run without a word."""
-    need = memory_estimate(config, shape, compiled=device.type == "cuda")
+    need = memory_estimate(config, shape, compiled=device.type == "cuda", shards=shards)
     free = hardware.free_memory_bytes(device)
     total, states, room = (count / 2**30 for count in (need.total, need.states, free))
     text = (
@@ -64,25 +71,57 @@ def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device) -> 
         logger.warning("This may not fit: %s; --training.batch-size 1 or --gradient-checkpointing need less", text)
 
 
-def end_badly(run: RunDir, error: BaseException, sinks: list[Sink], parts: Parts | None) -> None:
+def end_badly(
+    run: RunDir, error: BaseException, sinks: list[Sink], parts: Parts | None, *, place: env.Env, link: Link
+) -> None:
     """Write down why the run ended, then save what is whole. Whatever fails here never hides the error itself."""
-    stopped = isinstance(error, Stopped)
-    code = int(error.exit_code) if isinstance(error, LockstepError) else int(ExitCode.FAILED)
-    step, tag = parts.progress.step if parts else None, env.detect().tag
-    record: dict[str, Any] = {"exit_code": code, "step": step, "cause": env.redact(str(error))}
+    stopped, alone = isinstance(error, Stopped), place.world == 1
+    record = describe(error, place, step=parts.progress.step if parts else None)
+    record["section"] = link.section
     if not stopped:
-        trace = "".join(traceback.format_exception(error)).splitlines()[-TRACE_LINES:]
-        record |= {"exception": type(error).__name__, "tag": tag, "trace": [env.redact(line) for line in trace]}
+        record["step"] = (
+            link.step if link.step >= 0 else record["step"]
+        )  # the one that failed, not the last that is done
         with contextlib.suppress(OSError):
-            rundir.write_json(run.failure, record)
+            if alone:
+                rundir.write_json(run.failure, record)
+            link.fail(record)
+    told = {"failure" if key == "kind" else key: value for key, value in record.items()}  # an event has its own kind
     for sink in sinks:
-        _attempt("reporting the end", sink.event, "end" if stopped else "fault", record)
+        _attempt("reporting the end", sink.event, "end" if stopped else "fault", told)
     if stopped:
-        label = f" [{tag.replace('GPU', 'GPU ')}]" if tag else ""
+        label = f" [{place.tag.replace('GPU', 'GPU ')}]" if place.tag else ""
         logger.warning("Training interrupted by user%s", label)
-        logger.warning("Training ended at step %s%s", step or 0, label)
-    if parts and not stopped and not parts.stepper.updating and isinstance(error, Exception):
+        logger.warning("Training ended at step %s%s", record["step"] or 0, label)
+    together = alone or isinstance(error, NonFiniteError)  # what strikes every worker at once: all are here to save
+    if parts and together and not stopped and not parts.stepper.updating and isinstance(error, Exception):
         _attempt("the last save", loop.save, parts, "error")
+
+
+def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[str, Any]:
+    """A failure as failure.json and the launcher have it."""
+    code = int(error.exit_code) if isinstance(error, LockstepError) else int(ExitCode.FAILED)
+    trace = "".join(traceback.format_exception(error)).splitlines()[-TRACE_LINES:]
+    explained = isinstance(error, LockstepError)
+    cause = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(ExitCode.FAILED)
+        explained, cause = True, f"exited with code {code}"
+    kind = "lost_peer" if getattr(error, "secondary", False) else "exit" if isinstance(error, SystemExit) else ""
+    kind = kind or next((name for family, name in KINDS.items() if isinstance(error, family)), "exception")
+    return {
+        "exit_code": code,
+        "rank": place.rank,
+        "gpu": place.tag,
+        "node": place.node,
+        "step": step,
+        "kind": kind,
+        "cause": env.redact(cause if explained else f"{type(error).__name__}: {cause}"),
+        "exception": type(error).__name__,
+        "trace": [] if isinstance(error, Stopped) else [env.redact(line) for line in trace],
+        "secondary": getattr(error, "secondary", False),
+        "next": error.hint if isinstance(error, LockstepError) else "",
+    }
 
 
 def _attempt(what: str, action: Callable[..., object], *arguments: object) -> None:

@@ -12,17 +12,32 @@ from lockstep.engine.step import Stepper
 
 @torch.no_grad()
 def evaluate(stepper: Stepper, batches: Sequence[Batch]) -> Mapping[str, float]:
-    """Each measure of the objective over all batches."""
+    """Each measure of the objective over all batches of all ranks.
+
+    The sum of each batch is put in its place in one table, and the table is added up in the order of the batches: the
+    bits are those of one process. A batch of no rows is there so that all ranks run the model equally often.
+    """
+    group = stepper.council.group
     totals: dict[str, torch.Tensor] = {}
-    weights: dict[str, int] = {}
     stepper.model.eval()
     try:
-        for batch in batches:
+        for index, batch in enumerate(batches):
+            stepper.link.enter("evaluate")
             with stepper.precision.context():
                 sums = stepper.objective.evaluate(stepper.model, batch.to(stepper.device))
             for name, part in sums.items():
-                totals[name] = totals.get(name, 0) + part.total.double()
-                weights[name] = weights.get(name, 0) + part.weight
+                table = totals.setdefault(
+                    name, torch.zeros(2, len(batches), group.world, dtype=torch.float64, device=stepper.device)
+                )
+                if batch.rows:
+                    table[0, index, group.rank] = part.total.double()
+                    table[1, index, group.rank] = part.weight
     finally:
         stepper.model.train()
-    return {name: (total / max(1, weights[name])).item() for name, total in totals.items()}
+    for table in totals.values():
+        group.sum_(table)
+    return {name: _ratio(*table.cpu().flatten(1)) for name, table in totals.items()}
+
+
+def _ratio(sums: torch.Tensor, weights: torch.Tensor) -> float:
+    return sum(sums.tolist()) / max(1.0, sum(weights.tolist()))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import registry, rundir
 from lockstep.config.load import from_dict
 from lockstep.contracts import Objective, SampleOptions, Tokenizer
 from lockstep.data.tokenize import load_tokenizer
-from lockstep.engine.checkpoint import MODEL, REQUIRED
+from lockstep.engine.checkpoint import MODEL, verify
 from lockstep.engine.resume import point_of_run, read_about
+from lockstep.engine.shards import Stored
 from lockstep.errors import ConfigError
 from lockstep.models import hf
 from lockstep.models.build import build as build_model
@@ -38,7 +39,7 @@ class Trained:
 def load_run(path: Path, *, device: str = "auto") -> Trained:
     """The model of a run (its newest good checkpoint) or of one checkpoint folder."""
     checkpoint = path if (path / rundir.MANIFEST).is_file() else point_of_run(path).checkpoint
-    rundir.verify(checkpoint, required=REQUIRED)
+    verify(checkpoint)
     about = read_about(checkpoint)
     config = from_dict(about["config"])
     shape = LlamaShape.from_hf(about["shape"])
@@ -47,13 +48,13 @@ def load_run(path: Path, *, device: str = "auto") -> Trained:
     built = build_model(
         plain, shape, device=place, dtype_name="fp32", seed=0, checkpointing=False, deterministic=False, debug=False
     )
-    _fill(built.model, load_file(checkpoint / MODEL))
+    _fill(built.model, Stored(checkpoint, MODEL))
     objective: Objective = registry.load("objectives", config.objective.name, "build")(config.objective)
     return Trained(built.model.eval(), load_tokenizer(checkpoint), objective, shape, checkpoint)
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
 

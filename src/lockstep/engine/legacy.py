@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,56 @@ from lockstep.engine.optimizer import MOMENTS
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError, NotFoundError
+from lockstep.runtime.group import Group
+from lockstep.runtime.parallel import is_sharded, whole
 
 logger = logging.getLogger(__name__)
 
 EXTRA_KEY = "lockstep"  # beside the documented keys: what makes a resume from this file exact
 
 
-def write(path: Path, stepper: Stepper, state: State, *, epoch: int, config: dict[str, Any]) -> Path:
-    """One documented file: all of it or nothing under its final name."""
+def write(
+    path: Path, stepper: Stepper, state: State, *, epoch: int, config: dict[str, Any], group: Group | None = None
+) -> Path:
+    """One documented file: all of it or nothing under its final name. All ranks call it, rank 0 writes."""
+    group = group or Group()
+    moments = stepper.optimizer.state_dict()
+    if any(is_sharded(tensor) for tensor in state.model.values()):
+        state, moments = _whole(stepper, state, moments, keep=group.rank == 0)
+    group.together(lambda: _write(path, stepper, state, moments, {"epoch": epoch, "config": config}))
+    return path
+
+
+def _whole(stepper: Stepper, state: State, moments: dict[str, Any], *, keep: bool) -> tuple[State, dict[str, Any]]:
+    """The state put together from the shards of all ranks, on the rank that keeps it; tensor by tensor."""
+
+    def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        whole_ones = ((name, whole(tensor)) for name, tensor in tensors.items())
+        return {name: tensor.cpu() for name, tensor in whole_ones if keep}
+
+    state = State(gathered(state.model), gathered(state.optimizer), state.run)
+    if keep:
+        for place, name in enumerate(names_in_order(stepper)):
+            moments["state"][place] |= {kind: state.optimizer[f"{kind}.{name}"] for kind in MOMENTS}
+    return state, moments
+
+
+def names_in_order(stepper: Stepper) -> list[str]:
+    """The model's parameters in optimizer order, which is how a documented file numbers them."""
+    names = {id(parameter): name for name, parameter in stepper.model.named_parameters()}
+    return [names[id(parameter)] for parameter in stepper.optimizer.parameters]
+
+
+def _write(path: Path, stepper: Stepper, state: State, moments: dict[str, Any], about: dict[str, Any]) -> None:
     progress = state.run["progress"]
     content: dict[str, Any] = {
         "global_step": progress["step"],
-        "epoch": epoch,
+        "epoch": about["epoch"],
         "model_state_dict": dict(state.model),
-        "optimizer_state_dict": stepper.optimizer.state_dict(),
+        "optimizer_state_dict": moments,
         "scheduler_state_dict": {"last_epoch": state.run["applied_steps"], "_last_lr": [stepper.optimizer.lr.item()]},
         "best_loss": progress["best_loss"],
-        "config": config,
+        "config": about["config"],
         EXTRA_KEY: state.run,
     }
     if state.run["loss_scale"]:
@@ -42,7 +76,6 @@ def write(path: Path, stepper: Stepper, state: State, *, epoch: int, config: dic
     except (OSError, RuntimeError) as error:
         os_error = error if isinstance(error, OSError) else OSError(str(error))
         raise rundir.io_error(os_error, path, doing="saving a checkpoint") from error
-    return path
 
 
 def read(path: Path, names: list[str]) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,10 @@ from lockstep.contracts import StepRecord
 from lockstep.engine import legacy
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
-from lockstep.engine.state import capture
+from lockstep.engine.state import capture, digest
 from lockstep.engine.step import Pending
 from lockstep.engine.timing import Clock, profiling
 from lockstep.errors import NonFiniteError
-from lockstep.health.fingerprint import digest_model
 from lockstep.runtime.hardware import peak_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,9 @@ class Launched:
     """A step on its way."""
 
     step: int
-    tokens: int
+    tokens: int  # of all ranks
     pending: Pending
+    host_seconds: float  # without waiting for other ranks
 
 
 def run(parts: Parts) -> None:
@@ -41,9 +42,9 @@ def run(parts: Parts) -> None:
         for step in range(parts.progress.step, parts.config.training.max_steps):
             try:
                 launched = launch(parts, step)
-            except Exception:
+            except (Exception, SystemExit):
                 if flying and not parts.stepper.updating:
-                    settle(parts, flying, clock)  # its update has taken effect: it counts
+                    settle(parts, flying, clock, marked=False)  # its update has taken effect: it counts
                 raise
             landed, flying = flying, launched
             if landed:
@@ -58,13 +59,24 @@ def run(parts: Parts) -> None:
 
 
 def launch(parts: Parts, step: int) -> Launched:
-    """Fetch the step's rows and queue it on the device."""
+    """Fetch the step's rows and queue it on the device; then look one step ahead."""
+    began, council, link = time.perf_counter(), parts.council, parts.link
+    link.enter("data", step)
     if parts.faults.armed:
-        parts.faults.at("loader", step, step_seconds=parts.pace.recent)
+        took = parts.pace.recent if parts.device.type == "cuda" else parts.pace.own
+        parts.faults.at("loader", step, step_seconds=took)
     if due(step, parts.config.system.empty_cache_interval) and parts.device.type == "cuda":
         torch.cuda.empty_cache()
-    batches = next(parts.batches)
-    return Launched(step, sum(batch.tokens for batch in batches), parts.stepper.launch(step, batches))
+    batches = council.fetch(parts.batches, parts.stop)
+    pending = parts.stepper.launch(step, batches)
+    agreed = council.agreed
+    if agreed.stop:
+        parts.stop.signal, parts.stopping = agreed.stop, True
+    if step + 1 < parts.config.training.max_steps and not parts.stopping:
+        link.enter("data")
+        council.look_ahead(parts.batches, parts.stop)
+    parts.pace.own = time.perf_counter() - began - parts.stepper.waited_seconds
+    return Launched(step, agreed.tokens, pending, parts.pace.own)
 
 
 def must_look(parts: Parts, step: int) -> bool:
@@ -72,7 +84,7 @@ def must_look(parts: Parts, step: int) -> bool:
     config, done = parts.config, step + 1
     return (
         config.debug.enabled
-        or bool(parts.stop)
+        or parts.must_stop()
         or done == config.training.max_steps
         or due(done, config.training.save_interval)
         or due(done, config.training.eval_interval)
@@ -86,23 +98,26 @@ def attend(parts: Parts, step: int) -> bool:
     options, done = parts.config.training, step + 1
     stale = 0 < options.patience <= parts.progress.stale_steps
     over = done == options.max_steps or stale
-    if over or (due(done, options.eval_interval) and not parts.stop):
+    if over or (due(done, options.eval_interval) and not parts.stopping):
         validate(parts)
-    if over or parts.stop or due(done, options.save_interval):
-        save(parts, "interrupted" if parts.stop and not over else f"step_{done}")
+    if over or parts.must_stop() or due(done, options.save_interval):
+        save(parts, "interrupted" if parts.stopping and not over else f"step_{done}")
     if stale:
         logger.info(
             "Early stopping triggered: smoothed loss %.4f has not improved by %g for %d steps",
             parts.progress.smoothed_loss, options.min_delta, parts.progress.stale_steps,
         )  # fmt: skip
-    if parts.stop and not over:
+    if parts.stopping and not over:
         raise parts.stop.error()
     return over
 
 
-def settle(parts: Parts, launched: Launched, clock: Clock) -> None:
-    """Wait for a step, judge it, and report it."""
+def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = True) -> None:
+    """Wait for a step, judge it, and report it. Not marked: the section stays the one in which something failed."""
+    if marked and not parts.council.alone:
+        parts.link.enter("communication")  # whoever is behind, the wait for its gradients is in here
     reading = launched.pending.read()
+    parts.link.busy(launched.step, launched.pending.own_seconds() or launched.host_seconds)
     seconds = clock.lap(launched.pending)
     progress, config = parts.progress, parts.config
     if not reading.fatal:
@@ -120,7 +135,7 @@ def settle(parts: Parts, launched: Launched, clock: Clock) -> None:
         memory_bytes=peak_memory_bytes(parts.device),
         skipped=reading.overflow,
         loss_scale=reading.loss_scale,
-        digest=digest_model(parts.stepper.model.named_parameters()) if digest_due else "",
+        digest=digest(parts.stepper.model) if digest_due else "",
         eta_seconds=(config.training.max_steps - progress.step) * parts.pace.recent,
         mfu=flops / parts.peak_flops if parts.peak_flops else None,
     )
@@ -150,22 +165,27 @@ def judge(parts: Parts, record: StepRecord, *, fatal: bool) -> None:
 
 def validate(parts: Parts) -> None:
     """Measure the validation batches and tell everyone."""
+    parts.link.enter("evaluate")
     measures = evaluate(parts.stepper, parts.validation)
     parts.val_loss = measures["loss"]
     parts.tell("eval", step=parts.progress.step, **{f"val_{name}": value for name, value in measures.items()})
 
 
-def save(parts: Parts, name: str) -> Path:
-    """Publish a checkpoint, and the documented .pt file called `name` where one is wanted."""
+def save(parts: Parts, name: str) -> None:
+    """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it."""
+    if not parts.saves:
+        return
+    parts.link.enter("save")
     state = capture(parts.stepper, parts.progress, parts.about)
     path = parts.checkpointer.save(parts.progress.step, state)
     parts.tell("save", step=parts.progress.step, path=str(path))
     if parts.config.training.checkpoint_dir:
         epoch = parts.progress.step * parts.batch_rows // parts.rows
         documented = Path(parts.config.training.checkpoint_dir) / f"{name}.pt"
-        legacy.write(documented, parts.stepper, state, epoch=epoch, config=parts.about["config"])
+        config = parts.about["config"]
+        group = parts.council.group
+        legacy.write(documented, parts.stepper, state, epoch=epoch, config=config, group=group)
         parts.tell("export", step=parts.progress.step, path=str(documented))
-    return path
 
 
 def due(done: int, interval: int) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.engine.options import TrainingOptions
+from lockstep.runtime.parallel import is_sharded, local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -40,10 +41,11 @@ class AdamW:
         exempt = {id(item) for item in plain}
         decayed = [item for item in trained if id(item) not in exempt]
         self.groups = [
-            Group(items, [torch.zeros_like(p) for p in items], [torch.zeros_like(p) for p in items], decay)
+            Group(items, _zeros_like(items), _zeros_like(items), decay)
             for items, decay in ((decayed, options.weight_decay), (plain, 0.0))
             if items
         ]
+        self.sharded = any(is_sharded(parameter) for parameter in trained)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -58,27 +60,27 @@ class AdamW:
             for parameter, first, second in zip(group.parameters, group.exp_avgs, group.exp_avg_sqs, strict=True)
         }
 
-    def zero_grad(self) -> None:
-        for group in self.groups:
-            for parameter in group.parameters:
-                parameter.grad = None
-
     @torch.no_grad()
     def step(self, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """Update with gradients / divisor; where skip is 1 nothing changes, neither weights nor moments nor counts."""
         options = self.options
         self.applied += 1
         for group in self.groups:
-            parameters, first, second = group.parameters, group.exp_avgs, group.exp_avg_sqs
-            gradients = [parameter.grad for parameter in parameters]
+            parameters: list[Any] = group.parameters
+            first, second = group.exp_avgs, group.exp_avg_sqs
+            gradients: list[Any] = [parameter.grad for parameter in parameters]
             if any(gradient is None for gradient in gradients):
                 kept = [place for place, gradient in enumerate(gradients) if gradient is not None]
                 parameters, gradients, first, second = (
                     [items[place] for place in kept] for items in (parameters, gradients, first, second)
                 )
+            if self.sharded:
+                parameters, gradients = [local(item) for item in parameters], [local(item) for item in gradients]
+            if divisor.dtype == torch.float64:  # the kernel reads a divisor of 32 bits
+                torch._foreach_div_(gradients, divisor)  # pyright: ignore[reportPrivateImportUsage]
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 parameters,
-                gradients,  # pyright: ignore[reportArgumentType] - those without one are gone by now
+                gradients,
                 first,
                 second,
                 [],
@@ -90,7 +92,7 @@ class AdamW:
                 eps=options.adam_epsilon,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=divisor,
+                grad_scale=divisor if divisor.dtype == torch.float32 else None,
                 found_inf=skip,
             )
         self.applied -= skip
@@ -115,3 +117,8 @@ class AdamW:
                 }
             )
         return {"state": state, "param_groups": groups}
+
+
+def _zeros_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Of a parameter in shards: for the part that lies here."""
+    return [torch.zeros_like(local(parameter)) for parameter in parameters]

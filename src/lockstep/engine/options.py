@@ -6,7 +6,7 @@ from typing import Literal
 
 from lockstep.config.section import Section, setting
 
-Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp64"]
 
 
 class TrainingOptions(Section):
@@ -28,7 +28,8 @@ class TrainingOptions(Section):
     adam_epsilon: float = setting(1e-8, "AdamW epsilon.", gt=0, le=1)
     max_grad_norm: float = setting(1.0, "Clip the gradient to this norm; 0 or less: no clipping.", le=1e9, ge=-1e9)
     precision: Precision = setting(
-        "auto", "auto: bf16 on GPUs that have it, fp32 on the CPU. fp16 uses a loss scaler. Weights stay fp32."
+        "auto",
+        "auto: bf16 on GPUs that have it, fp32 on the CPU. fp16 scales the loss. Weights are fp32; fp64: for proofs.",
     )
     save_interval: int = setting(
         100, "Steps between checkpoints; 0: only the last.", unit="steps", role="cosmetic", ge=0, le=1 << 40

@@ -12,9 +12,11 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Sink, StepRecord
 from lockstep.engine.checkpoint import Checkpointer
+from lockstep.engine.council import Council
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.runtime import faults
+from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.signals import StopRequest
 
 
@@ -27,6 +29,7 @@ class Pace:
     tokens: int = 0
     seconds: float = 0.0
     recent: float = 0.0  # seconds of a step, smoothed
+    own: float = 0.0  # seconds of this rank's own work in the last step, on the host
     first_loss: float | None = None
 
     def note(self, loss: float, tokens: int, seconds: float) -> None:
@@ -49,7 +52,7 @@ class Parts:
     device: torch.device
     stepper: Stepper
     progress: Progress
-    batches: Iterator[list[Batch]]  # the micro-batches of each step, from progress.step on
+    batches: Iterator[list[Batch]]  # this rank's micro-batches of each step, from progress.step on
     validation: Sequence[Batch]  # the same batches at every validation
     checkpointer: Checkpointer
     sinks: Sequence[Sink]
@@ -58,7 +61,11 @@ class Parts:
     about: Mapping[str, Any]  # what a checkpoint belongs to
     rows: int  # of the training table: one epoch
     flops_per_token: float
-    peak_flops: float | None
+    peak_flops: float | None  # of all ranks together
+    council: Council
+    link: Marks = field(default_factory=NoMarks)
+    saves: bool = True  # False: another worker keeps the records of this run
+    stopping: bool = False  # after the step at hand: all ranks have agreed to
     trace_file: Path | None = None  # where to put a profile, if one was asked for
     last: StepRecord | None = None
     val_loss: float | None = None
@@ -67,7 +74,13 @@ class Parts:
     @property
     def batch_rows(self) -> int:
         """Rows of the global batch."""
-        return self.config.training.batch_size * self.config.training.grad_accum_nums
+        options = self.config.training
+        return self.council.group.world * options.batch_size * options.grad_accum_nums
+
+    def must_stop(self) -> bool:
+        """Whether to stop now: alone a signal is enough, several ranks go by what they have agreed on."""
+        self.stopping = self.stopping or (self.council.alone and bool(self.stop))
+        return self.stopping
 
     def tell(self, kind: str, **fields: Any) -> None:
         """An event to every sink."""

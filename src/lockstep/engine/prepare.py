@@ -28,7 +28,8 @@ from lockstep.data.tokenize import (
     train_bpe,
 )
 from lockstep.errors import ConfigError, DataError, NotFoundError
-from lockstep.models import hub
+from lockstep.models import hub, shapes
+from lockstep.rundir import MANIFEST
 from lockstep.runtime import env
 
 if TYPE_CHECKING:
@@ -74,23 +75,42 @@ def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Pre
     source, source_notice = choose_source(options)
     choice = choose_tokenizer(options, source, model_path=config.model.model_path, vocab_limit=vocab_limit)
     notices = tuple(notice for notice in (source_notice, choice.notice) if notice)
+    told = logging.INFO if env.detect().rank == 0 else logging.DEBUG  # the same for every worker: one tells it
     for notice in notices:
-        logger.warning(notice)
-    parts = key_parts(config, objective, source=source, choice=choice)
+        logger.log(logging.WARNING if told == logging.INFO else told, notice)
+    parts = key_parts(config, objective.columns, source=source, choice=choice)
     key = key_of(parts)
-    logger.info("Dataset: %s", source.name)
-    logger.info("Context length: %d", config.training.context_length)
+    logger.log(told, "Dataset: %s", source.name)
+    logger.log(told, "Context length: %d", config.training.context_length)
     builder = _Builder(config, objective, source, choice, parts, vocab_limit)
     folder, built = open_or_build(key, roots, builder.build)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     if built:
         logger.info("[Cache] Saved to %s", folder)
     else:
-        logger.info("[Cache] Loaded train data from cache (%d tokens)", meta["tokens"]["train"])
+        logger.log(told, "[Cache] Loaded train data from cache (%d tokens)", meta["tokens"]["train"])
     train, validation = Table(folder / "train"), Table(folder / "validation")
-    logger.info("Dataset ready: %d samples", train.rows)
-    logger.info("Cache location: %s", folder)
+    logger.log(told, "Dataset ready: %d samples", train.rows)
+    logger.log(told, "Cache location: %s", folder)
     return Prepared(train, validation, load_tokenizer(folder), key, folder, source.name, notices)
+
+
+def is_prepared(config: RunConfig) -> bool:
+    """Whether the dataset lies in the cache, asked without loading torch; False also where that cannot be known."""
+    options, objective = config.data, type(config.objective)
+    if config.objective.name != objective.model_fields["name"].default or OWN_SOURCE.fullmatch(options.dataset_name):
+        return False
+    if shapes.known(config.model.model_path) is None and not Path(config.model.model_path).is_dir():
+        return False
+    roots = cache_roots(options)
+    options = options.model_copy(update={"cache_dir": str(roots[0])})
+    shape = shapes.resolve(config.model, context_length=config.training.context_length)
+    source, _ = choose_source(options)
+    if options.tokenizer_name not in (None, "auto", "builtin", "bytes") and not _existing(options.tokenizer_name):
+        return False  # the hub would have to be asked
+    choice = choose_tokenizer(options, source, model_path=config.model.model_path, vocab_limit=shape.vocab_size)
+    key = key_of(key_parts(config, objective.columns, source=source, choice=choice))
+    return any((root / key / MANIFEST).is_file() for root in roots)
 
 
 def cache_roots(options: DataOptions) -> list[Path]:
@@ -103,11 +123,13 @@ def cache_roots(options: DataOptions) -> list[Path]:
         raise ConfigError(f"{named!r} is no folder: {error}", where="data.cache_dir") from error
 
 
-def key_parts(config: RunConfig, objective: Objective, *, source: Source, choice: TokenizerChoice) -> dict[str, Any]:
+def key_parts(
+    config: RunConfig, columns: Mapping[str, str], *, source: Source, choice: TokenizerChoice
+) -> dict[str, Any]:
     """All that decides the rows, and nothing else: not the seed, not the learning rate."""
     return {
         "objective": config.objective.name,
-        "columns": dict(objective.columns),
+        "columns": dict(columns),
         "source": source.name,
         "content": dict(source.fingerprint()),
         "tokenizer": dict(choice.spec),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 import shutil
@@ -43,7 +44,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         precision=options.precision,
         attention=assembled.built.attention + (", compiled" if assembled.built.compiled else ""),
         determinism=determinism.label(planned.device, deterministic=config.system.deterministic),
-        batch=f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}",
+        batch=batch_text(assembled.parts),
         settings=settings(loaded),
         logs=tuple(str(path) for path in wanted_logs(config, run)),
         tag=label.replace("GPU", "GPU "),
@@ -51,9 +52,33 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
     )
 
 
-def memory_estimate(config: RunConfig, shape: LlamaShape, *, compiled: bool) -> Memory:
+def batch_text(parts: Parts) -> str:
+    """How the tokens of a step come about: rows, accumulation, workers, length."""
+    options = parts.config.training
+    workers = f"{parts.council.group.world} workers x " if parts.council.group.world > 1 else ""
+    return f"{workers}{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}"
+
+
+def workers_banner(planned: Plan, world: int) -> list[str]:
+    """The documented lines that say how many processes share the work."""
+    config, on_gpu = planned.config, planned.device.type == "cuda"
+    rule = "=" * 60
+    return [
+        rule,
+        "Multi-GPU Training Configuration",
+        rule,
+        f"Number of processes: {world}",
+        f"Distributed type: DistributedType.{'MULTI_GPU' if on_gpu else 'MULTI_CPU'}",
+        f"Mixed precision: {'no' if config.training.precision == 'fp32' else config.training.precision}",
+        f"Gradient accumulation steps: {config.training.grad_accum_nums}",
+        f"Main process device: {planned.device}",
+        rule,
+    ]
+
+
+def memory_estimate(config: RunConfig, shape: LlamaShape, *, compiled: bool, shards: int = 1) -> Memory:
     """What this configuration will need on one device."""
-    return memory_bytes(
+    whole = memory_bytes(
         shape,
         batch_size=config.training.batch_size,
         context_length=config.training.context_length,
@@ -61,6 +86,8 @@ def memory_estimate(config: RunConfig, shape: LlamaShape, *, compiled: bool) -> 
         checkpointing=config.system.gradient_checkpointing,
         compiled=compiled,
     )
+    cut = {name: getattr(whole, name) // shards for name in ("weights", "gradients", "moments")}
+    return dataclasses.replace(whole, **cut) if shards > 1 else whole
 
 
 def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.engine.checkpoint import State
 from lockstep.engine.optimizer import MOMENTS
 from lockstep.engine.progress import Progress
+from lockstep.engine.shards import Stored
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError
+from lockstep.health.fingerprint import combine, digest_tensor
+from lockstep.runtime.parallel import flat_offset, like, local, offset, sum_over_shards
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +30,7 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
     assert applied == progress.step - progress.skipped, "only a whole step is saved"
     live = stepper.optimizer.moments()
     moments = {
-        f"{kind}.{name}": live[id(parameter)][kind]
+        f"{kind}.{name}": like(parameter, live[id(parameter)][kind])
         for name, parameter in stepper.model.named_parameters()
         for kind in MOMENTS
     }
@@ -42,21 +46,44 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
 
 @torch.no_grad()
 def restore(stepper: Stepper, state: State) -> Progress:
-    """Put a saved state back, bit for bit. A state that is not one of this model is refused before anything changes."""
+    """Put a saved state back, bit for bit. A state that is not one of this model is refused before anything changes.
+
+    Of a model in shards each rank reads its rows only, however many ranks have saved them.
+    """
     parameters = dict(stepper.model.named_parameters())
     progress = _check_counts(state)
     _check_tensors(parameters, state)
     live = stepper.optimizer.moments()
     for name, parameter in parameters.items():
-        parameter.copy_(state.model[name])
+        local(parameter).copy_(_part(state.model, name, parameter))
         for kind in MOMENTS:
-            live[id(parameter)][kind].copy_(state.optimizer[f"{kind}.{name}"])
+            live[id(parameter)][kind].copy_(_part(state.optimizer, f"{kind}.{name}", parameter))
     stepper.optimizer.applied.fill_(state.run["applied_steps"])
     if stepper.precision.scaler and state.run["loss_scale"]:
         stepper.precision.scaler.load_state_dict(state.run["loss_scale"])
     elif stepper.precision.scaler:
         logger.warning("The checkpoint has no loss scale: starting from %g", stepper.precision.scaler.scale.item())
     return progress
+
+
+def _part(tensors: Mapping[str, torch.Tensor], name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The rows of a saved tensor that this rank holds."""
+    start, count = offset(parameter)[0], local(parameter).shape[0]
+    if isinstance(tensors, Stored):
+        return tensors.rows(name, start, count)
+    return tensors[name][start : start + count]
+
+
+@torch.no_grad()
+def digest(model: nn.Module) -> str:
+    """The fingerprint of all parameters: the same on every rank, in every mode and at every world size."""
+    named = list(model.named_parameters())
+    sums = torch.stack([digest_tensor(local(parameter), flat_offset(parameter)) for _, parameter in named])
+    sums = sum_over_shards(named[0][1], sums).tolist()
+    return combine(
+        (name, str(parameter.dtype), tuple(parameter.shape), *both)
+        for (name, parameter), both in zip(named, sums, strict=True)
+    )
 
 
 def _check_counts(state: State) -> Progress:
@@ -81,10 +108,11 @@ def _check_tensors(parameters: Mapping[str, torch.Tensor], state: State) -> None
         ("weights", state.model, expected),
         ("moments", state.optimizer, {f"{kind}.{name}": expected[name] for name in expected for kind in MOMENTS}),
     ):
+        found = {name: tensors.shape(name) for name in tensors} if isinstance(tensors, Stored) else tensors
         wrong = [
-            f"{name}: {_shape_of(tensors.get(name))} in the checkpoint, {_shape_of(wanted.get(name))} in the model"
-            for name in sorted(wanted.keys() | tensors.keys(), key=str)
-            if _shape_of(tensors.get(name)) != _shape_of(wanted.get(name))
+            f"{name}: {_shape_of(found.get(name))} in the checkpoint, {_shape_of(wanted.get(name))} in the model"
+            for name in sorted(wanted.keys() | found.keys(), key=str)
+            if _shape_of(found.get(name)) != _shape_of(wanted.get(name))
         ]
         if wrong:
             raise DataError(f"the {kind} are of another model: {'; '.join(wrong[:3])} ({len(wrong)} differ)")
@@ -92,4 +120,4 @@ def _check_tensors(parameters: Mapping[str, torch.Tensor], state: State) -> None
 
 def _shape_of(thing: Any) -> str:
     shape = thing.shape if isinstance(thing, torch.Tensor) else thing
-    return "nothing" if shape is None else str(tuple(shape)) if isinstance(shape, torch.Size) else type(thing).__name__
+    return "nothing" if shape is None else str(tuple(shape)) if isinstance(shape, tuple) else type(thing).__name__

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lockstep.contracts import Batch, Objective
+from lockstep.engine.council import Council
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.schedule import learning_rates
 from lockstep.health.finite import gradient_warnings
 from lockstep.runtime import faults
 from lockstep.runtime.determinism import reseed
+from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.precision import Precision
+from lockstep.runtime.reduce import Alone, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +42,12 @@ class Reading:
 class Pending:
     """A step that was launched; `read` waits for it."""
 
-    def __init__(self, values: torch.Tensor, began: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self, values: torch.Tensor, began: torch.cuda.Event | None = None, computed: torch.cuda.Event | None = None
+    ) -> None:
         self.values = values
-        self.began, self.ended = began, mark(values.device)
+        self.began, self.computed, self.ended = began, computed, mark(values.device)
+        self.made = time.perf_counter()  # on the CPU the step is done by now
         if self.ended:
             self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self.values.copy_(values, non_blocking=True)
@@ -56,6 +63,10 @@ class Pending:
         """From the end of the previous step (or this one's beginning) to its end, by the GPU's clock; None: no GPU."""
         since = previous.ended if previous else self.began
         return since.elapsed_time(self.ended) / 1e3 if since and self.ended else None
+
+    def own_seconds(self) -> float | None:
+        """Forward and backward by the GPU's clock, without waiting for other ranks; None: no GPU."""
+        return self.began.elapsed_time(self.computed) / 1e3 if self.began and self.computed else None
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
@@ -95,49 +106,86 @@ class Stepper:
         self.debug = False  # look at every gradient, at the price of a sync
         self.updating = False  # True from the update until the step counts: the state is then of no step
         self.parameters = self.optimizer.parameters
+        self.exchange: Exchange = Alone(self.parameters)
+        self.council = Council(objective.terms)
+        self.link: Marks = NoMarks()
+        self.waited_seconds = 0.0  # for the other ranks, on the host, in the last step
+
+    def connect(self, exchange: Exchange, council: Council, link: Marks) -> None:
+        """Work with other ranks from now on, and under somebody's eye."""
+        self.exchange, self.council, self.link = exchange, council, link
 
     def launch(self, step: int, batches: Sequence[Batch]) -> Pending:
-        """Queue one optimizer step over its micro-batches."""
+        """Queue one optimizer step over this rank's micro-batches."""
+        weights = self.agree(batches)
         began = mark(self.device)
+        self.link.enter("forward", step)
         if self.faults.armed:
             self.faults.at("forward", step)
-        loss = self.accumulate(step, batches)
+        loss = self.accumulate(step, batches, weights)
         if self.faults.armed:
             self.faults.at("backward", step)
             loss = self.faults.loss(loss, step)
             self.faults.gradients(self.model.named_parameters(), step)
+        computed = mark(self.device)
+        loss = self.sum_up(loss)
         if self.debug:
             scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
             for line in gradient_warnings(self.model.named_parameters(), scale=scale):
                 logger.warning("%s", line)
-        pending = Pending(self.update(step, loss), began)
+        pending = Pending(self.update(step, loss), began, computed)
         self.updating = False
         return pending
 
-    def accumulate(self, step: int, batches: Sequence[Batch]) -> torch.Tensor:
-        """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of all of them."""
-        terms, scaler = self.objective.terms, self.precision.scaler
-        shares = {
-            term: coefficient / max(1, sum(batch.weights[term] for batch in batches))
-            for term, coefficient in terms.items()
-        }
-        self.optimizer.zero_grad()
+    def agree(self, batches: Sequence[Batch]) -> Mapping[str, int]:
+        """The weights of the global batch."""
+        if self.council.alone:
+            return self.council.agree(batches).weights
+        self.link.enter("communication")
+        since = time.perf_counter()
+        agreed = self.council.agree(batches)
+        self.waited_seconds = time.perf_counter() - since
+        return agreed.weights
+
+    def accumulate(self, step: int, batches: Sequence[Batch], weights: Mapping[str, int]) -> torch.Tensor:
+        """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of the global batch.
+
+        Noise is keyed by the micro-batch's place in the global batch, whichever rank it is on.
+        """
+        scaler, first_place = self.precision.scaler, self.council.group.rank * len(batches)
+        shares = {term: coefficient / max(1, weights[term]) for term, coefficient in self.objective.terms.items()}
+        self.exchange.zero()
         total = self.zero
         for index, batch in enumerate(batches):
-            reseed(self.device, self.seed, step, index)
+            self.link.enter("forward")
+            reseed(self.device, self.seed, step, first_place + index)
             with self.precision.context():
                 sums = self.objective.loss(self.model, batch.to(self.device))
-            first, *others = (sums[term].float() * share for term, share in shares.items())
+            first, *others = (self.precision.widen(sums[term]) * share for term, share in shares.items())
             part = torch.stack([first, *others]).sum() if others else first
+            self.link.enter("backward")
+            self.exchange.before_backward(last=index == len(batches) - 1)
             (part * scaler.scale if scaler else part).backward()
             total = total + part.detach()
         return total
+
+    def sum_up(self, loss: torch.Tensor) -> torch.Tensor:
+        """Gradients and loss over all ranks."""
+        if self.council.alone:
+            return loss
+        self.link.enter("communication")
+        since = time.perf_counter()
+        self.exchange.finish()
+        loss = self.exchange.total(loss)
+        self.waited_seconds += time.perf_counter() - since + self.exchange.waited_seconds
+        self.link.enter("backward")  # the update belongs to it
+        return loss
 
     def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """Clip and apply the gradients, unless something is not finite."""
         scaler = self.precision.scaler
         scale = scaler.scale if scaler else self.one
-        norm = total_norm(self.parameters)
+        norm = self.exchange.norm(self.parameters)
         if scaler:
             norm = norm / scale
         bad = (~torch.isfinite(loss + norm)).float()
@@ -164,17 +212,11 @@ class Stepper:
         """A whole step that changes nothing: meets out-of-memory at once, compiles, and shows the first loss."""
         scale = self.precision.scaler.state_dict() if self.precision.scaler else None
         self.halted.fill_(1.0)
-        reading = Pending(self.update(-1, self.accumulate(-1, batches))).read()
+        loss = self.sum_up(self.accumulate(-1, batches, self.agree(batches)))
+        reading = Pending(self.update(-1, loss)).read()
         self.updating = False
         self.halted = torch.zeros_like(self.halted)
-        self.optimizer.zero_grad()
+        self.exchange.zero()
         if self.precision.scaler and scale:
             self.precision.scaler.load_state_dict(scale)
         return reading
-
-
-def total_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of all gradients together."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms))

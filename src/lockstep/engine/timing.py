@@ -26,9 +26,8 @@ class Clock:
         self.previous: Pending | None = None
 
     def lap(self, pending: Pending) -> float:
-        now = time.perf_counter()
-        seconds = pending.seconds(self.previous) or now - self.since
-        self.since, self.previous = now, pending
+        seconds = pending.seconds(self.previous) or pending.made - self.since
+        self.since, self.previous = pending.made, pending
         return seconds
 
 

@@ -9,28 +9,34 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
 from lockstep import rundir
 from lockstep.config.load import Loaded, identity, to_dict
+from lockstep.config.schema import RunConfig
 from lockstep.contracts import SampleOptions, Sink
-from lockstep.engine import endings, inference, loop, present, resume
+from lockstep.engine import endings, inference, loop, present, replicas, resume
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
 from lockstep.engine.parts import Parts
 from lockstep.errors import ConfigError, LockstepError, OutputError, Stopped
+from lockstep.launch.link import Link, attach
 from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink
 from lockstep.report.logs import setup_logging
 from lockstep.report.tensorboard import TensorboardSink
 from lockstep.rundir import RunDir
-from lockstep.runtime import determinism, env, hardware, signals
+from lockstep.runtime import determinism, env, hardware, nodes, owner, signals
+from lockstep.runtime.gpu_facts import Sampler
+from lockstep.runtime.group import Group, join
 
 logger = logging.getLogger(__name__)
 
+WHOLE = ("ddp", "replicas")  # modes in which one worker has the whole model
 FIRST_LOSS_TOLERANCE = 0.1  # beyond four standard errors of the mean over the batch
 
 
@@ -46,29 +52,89 @@ class Result:
 
 
 def train(loaded: Loaded) -> Result:
-    """Train what the configuration says. Failures raise LockstepError; the run folder tells the rest."""
+    """Train what the configuration says, alone or as one of several workers.
+
+    Failures raise LockstepError; the run folder tells the rest.
+    """
     if token := hub_token(loaded.config):
         env.hide(token)
-    system = loaded.config.system
-    with signals.listening() as stop:
-        device = hardware.pick_device(system.device, system.device_id)
+    system, place = loaded.config.system, env.detect()
+    link = attach(place)
+    with signals.listening() as stop, contextlib.ExitStack() as closing:
+        device = hardware.pick_device(system.device, _device_index(place, system.device_id))
         label_by_device(device)
         start_log(loaded, None)
-        for notice in loaded.notices:
+        group = join(place, device, timeout_seconds=system.hang_seconds)
+        closing.callback(group.close)
+        link.enter("start")
+        bell, addresses = nodes.gather(place, group)
+        if bell:
+            closing.callback(bell.close)
+            link.tell_nodes(addresses)
+        for notice in loaded.notices if place.rank == 0 and place.launcher != "lockstep" else ():
             logger.info("%s", notice)
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
             planned = plan(loaded, device)
-            endings.check_memory(planned.config, planned.shape, device)
-            point = resume.find(planned.config, planned.identity_hash)
-            if point:
-                allow = planned.config.checkpoint.allow_mismatch
-                resume.check_early(point, identity(planned.config), allow=allow)
-            run = point.run if point and point.run else new_run(planned, loaded)
-            with owned(run):
-                if point and point.run:  # whoever had the run until now may have saved more
-                    point = resume.point_of_run(run.root)
-                start_log(loaded, run)
-                return train_in(run, planned, point, stop, loaded)
+            endings.check_memory(planned.config, planned.shape, device, shards=shards(system.mode, place))
+            run, point = choose_run(group, planned, loaded, closing)
+            start_log(loaded, run)
+            link.tell_run(run.root.absolute())
+            result = train_in(run, planned, point, Surroundings(loaded, stop, group, link, place))
+            group.barrier()  # nobody leaves while another still needs it
+            link.close()
+            return result
+
+
+def _device_index(place: env.Env, asked: int) -> int:
+    """Among the visible devices: the one asked for, or this worker's own."""
+    return (
+        env.device_index(place, torch.cuda.device_count()) if place.world > 1 and torch.cuda.is_available() else asked
+    )
+
+
+def shards(mode: str, place: env.Env) -> int:
+    """In how many parts the state of the model is cut."""
+    if mode == "hsdp":
+        return place.local_world if place.nodes > 1 else max(1, place.world // 2)
+    return place.world if mode == "fsdp" else 1
+
+
+def choose_run(
+    group: Group, planned: Plan, loaded: Loaded, closing: contextlib.ExitStack
+) -> tuple[RunDir, resume.ResumePoint | None]:
+    """The run folder, owned until `closing`, and where to go on from: the first worker decides, the others follow."""
+
+    def decide() -> dict[str, str | None]:
+        point = resume.find(planned.config, planned.identity_hash)
+        if point:
+            allow = planned.config.checkpoint.allow_mismatch
+            resume.check_early(point, identity(planned.config), allow=allow)
+        run = point.run if point and point.run else new_run(planned, loaded)
+        closing.enter_context(owned(run))
+        if point and point.run:  # whoever had the run until now may have saved more
+            point = resume.point_of_run(run.root)
+        return {"run": str(run.root), "checkpoint": str(point.checkpoint) if point else None}
+
+    decided = group.together(decide)
+    run = RunDir(Path(str(decided["run"])))
+    checkpoint = decided["checkpoint"]
+    return run, resume.ResumePoint(Path(checkpoint), run) if checkpoint else None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run needs beside its plan."""
+
+    loaded: Loaded
+    stop: signals.StopRequest
+    group: Group
+    link: Link
+    place: env.Env
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker keeps the records of the run."""
+        return self.place.rank == 0
 
 
 def label_by_device(device: torch.device) -> None:
@@ -77,33 +143,29 @@ def label_by_device(device: torch.device) -> None:
         env.setdefault("GPU_RANK", str(device.index or 0))
 
 
-def train_in(
-    run: RunDir, planned: Plan, point: resume.ResumePoint | None, stop: signals.StopRequest, loaded: Loaded
-) -> Result:
+def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, around: Surroundings) -> Result:
     """Train in a run folder that is ours."""
-    config = planned.config
+    config, stop, loaded = planned.config, around.stop, around.loaded
     started = time.perf_counter()
-    console = ConsoleSink(
-        config.training.max_steps,
-        clip=config.training.max_grad_norm > 0,
-        log_interval=config.report.log_interval,
-        progress=config.report.progress,
-    )
-    sinks: list[Sink] = [console, EventSink(run.events)]
-    if config.report.tensorboard:
-        sinks.append(TensorboardSink(run.tensorboard))
     parts: Parts | None = None
     with contextlib.ExitStack() as closing:
+        sampler = watch_gpu(planned.device, run.worker(around.place.tag, around.place.node))
+        closing.callback(sampler.close)
+        sinks = make_sinks(run, config, around, sampler)
         for sink in sinks:
             closing.callback(sink.close)
         try:
-            for name in rundir.sweep(run.checkpoints):
-                logger.info("Removed an unfinished save: %s", name)
-            assembled = assemble(planned, run, point=point, sinks=sinks, stop=stop)
+            if around.first:
+                tidy(run)
+                closing.callback(owner.leave, run.root)
+            around.link.enter("prepare")
+            assembled = assemble(
+                planned, run, point=point, sinks=sinks, stop=stop, group=around.group, link=around.link
+            )
             closing.callback(assembled.loader.close)
+            if around.first:
+                rundir.point_latest(run)  # a run that could not begin is not the latest
             parts = assembled.parts
-            rundir.point_latest(run)
-            run.failure.unlink(missing_ok=True)  # of an earlier attempt that this one makes good
             announce(run, planned, assembled, point, loaded)
             if parts.progress.step < config.training.max_steps:
                 rehearse(parts, planned)
@@ -113,7 +175,9 @@ def train_in(
             else:
                 logger.info("Nothing left to do: all %d steps are done", config.training.max_steps)
                 loop.validate(parts)
-            summary = present.summary(run, parts, draw_sample(parts, assembled), time.perf_counter() - started)
+            replicas.compare(parts, around.group, mode=config.system.mode)
+            sample = draw_sample(parts, assembled) if around.first and config.system.mode in WHOLE else ""
+            summary = present.summary(run, parts, sample, time.perf_counter() - started)
             parts.tell("end", exit_code=0, step=parts.progress.step, tokens=parts.progress.tokens, **summary.fields())
         except BaseException as error:
             stop.patient = False
@@ -121,20 +185,64 @@ def train_in(
             if isinstance(explained, Stopped) and parts and parts.progress.step:
                 explained.where, explained.hint = str(run.root), present.resume_command(run)
             explained.run = run.root  # pyright: ignore[reportAttributeAccessIssue] - where a crash report belongs
-            endings.end_badly(run, explained, sinks, parts)
+            endings.end_badly(run, explained, sinks, parts, place=around.place, link=around.link)
             if explained is error:
                 raise
             raise explained from error
     return Result(run.root, parts.progress.step, parts.last.loss if parts.last else math.nan, parts.val_loss)
 
 
+def watch_gpu(device: torch.device, folder: Path) -> Sampler:
+    """Ask the driver about this worker's card now and then; nothing on the CPU."""
+    if device.type != "cuda":
+        return Sampler(None)
+    return Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}", folder / "gpu.jsonl")
+
+
+def make_sinks(run: RunDir, config: RunConfig, around: Surroundings, sampler: Sampler) -> list[Sink]:
+    """Who hears of the steps: the screen (or this worker's log), and from the first worker the run's records.
+
+    A replica of its own keeps its own record beside its log.
+    """
+
+    def facts() -> dict[str, Any]:
+        latest = sampler.latest()
+        return asdict(latest) if latest else {}
+
+    console = ConsoleSink(
+        config.training.max_steps,
+        clip=config.training.max_grad_norm > 0,
+        log_interval=config.report.log_interval,
+        progress=config.report.progress if around.first else "off",
+        brief=not around.first,
+    )
+    if not around.first:
+        own = run.worker(around.place.tag, around.place.node) / "events.jsonl"
+        return [console, EventSink(own, facts=facts)] if config.system.mode == "replicas" else [console]
+    sinks: list[Sink] = [console, EventSink(run.events, facts=facts)]
+    if config.report.tensorboard:
+        sinks.append(TensorboardSink(run.tensorboard))
+    return sinks
+
+
+def tidy(run: RunDir) -> None:
+    """What an earlier attempt left that this one makes good, and who trains here now."""
+    for name in rundir.sweep(run.checkpoints):
+        logger.info("Removed an unfinished save: %s", name)
+    run.failure.unlink(missing_ok=True)
+    owner.write(run.root, sys.argv, pid=env.launcher_pid() or None)
+
+
 def start_log(loaded: Loaded, run: RunDir | None) -> None:
     """Lines to the screen and to every log file that is wanted; those of the run folder once there is one."""
-    tag, config = env.detect().tag, loaded.config
-    files = present.wanted_logs(config, run)
+    place, config = env.detect(), loaded.config
+    files = present.wanted_logs(config, run) if place.rank == 0 or config.system.log_dir else []
     if run:
-        files.append(run.worker(tag) / "log.txt")
-    setup_logging(tag=tag, prefix=config.report.log_prefix, level=config.debug.log_level, log_files=files)
+        files.append(run.worker(place.tag, place.node) / "log.txt")
+    silent = place.rank > 0 and not config.report.log_all_ranks
+    screen = "launched" if env.get("LOCKSTEP_LABELLED") else "none" if silent else "own"
+    level, prefix = config.debug.log_level, config.report.log_prefix
+    setup_logging(tag=place.tag, prefix=prefix, level=level, log_files=files, screen=screen)
 
 
 def new_run(planned: Plan, loaded: Loaded) -> RunDir:
@@ -191,9 +299,12 @@ def announce(
 ) -> None:
     """What is about to happen, before it does."""
     parts = assembled.parts
-    for notice in assembled.built.notices:
+    for notice in assembled.built.notices if env.detect().rank == 0 else ():
         if not (point and notice.startswith("weights: random")):
             logger.info("%s", notice)
+    if env.detect().rank == 0 and assembled.parts.council.group.world > 1:
+        for line in present.workers_banner(planned, assembled.parts.council.group.world):
+            logger.info("%s", line)
     parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled, loaded).fields())
     if point:
         parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint))

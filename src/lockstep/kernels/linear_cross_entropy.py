@@ -40,7 +40,7 @@ def score_next_tokens(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies, how many targets were the most likely token), for evaluation."""
-    total = torch.zeros((), device=x_ND.device)
+    total = torch.zeros((), device=x_ND.device, dtype=torch.float64 if x_ND.dtype == torch.float64 else torch.float32)
     correct = torch.zeros((), device=x_ND.device, dtype=torch.int64)
     for x_CD, targets_C in zip(x_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True):
         logits_CV = F.linear(x_CD, weight_VD)

@@ -78,6 +78,8 @@ def obstacle(backend: str, device_type: str, dtype_name: str, head_dim: int) -> 
     if device_type != "cuda":
         no_backward = "flex attention has no backward pass on the CPU"
         return no_backward if backend == "flex" else "it needs a CUDA GPU"
+    if backend == "flex" and dtype_name == "fp64":
+        return "it computes in fp32 at most"
     if backend == "flex":
         return "" if has_package("triton") else "flex attention needs the triton package"
     if dtype_name not in HALF:

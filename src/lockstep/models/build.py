@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from lockstep.models import attention, hf, hub, initialise
 from lockstep.models.llama import Llama
@@ -33,8 +35,12 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     deterministic: bool,
     debug: bool,
     token: str | None = None,
+    shard: Callable[[nn.Module], None] | None = None,
 ) -> Built:
-    """The model that `options` describe: laid out without memory, given memory, filled, compiled block by block."""
+    """The model that `options` describe: laid out without memory, compiled block by block, given memory, filled.
+
+    `shard` cuts it before it gets any memory: a rank never holds more than its part.
+    """
     kernel, attention_notice = attention.resolve(
         options.attention_backend,
         use_flash=options.use_flash_attention,
@@ -45,13 +51,19 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     )
     with torch.device("meta"):
         model = Llama(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)
+    if dtype_name == "fp64":
+        model.double()
+    compiled = options.compile == "on" or (options.compile == "auto" and device.type == "cuda" and not debug)
+    for block in model.layers if compiled else ():  # equal blocks compile once, and the loop over them stays Python
+        if shard is None:
+            block.compile(fullgraph=True)
+        else:  # the forward alone: what gathers the shards around it cannot be compiled
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    if shard is not None:
+        shard(model)
     model.to_empty(device=device)
     model.rebuild_buffers()
     weights_notice = _fill(model, options, seed=seed, token=token)
-    compiled = options.compile == "on" or (options.compile == "auto" and device.type == "cuda" and not debug)
-    if compiled:
-        for block in model.layers:  # block by block: equal blocks compile once, and the loop over them stays Python
-            block.compile(fullgraph=True)
     return Built(model, (weights_notice, attention_notice), kernel, compiled)
 
 

@@ -20,6 +20,7 @@ from lockstep.errors import DataError, NotFoundError, OutputError
 from lockstep.models.hub import CONFIG_FILE, read_json
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import LlamaShape
+from lockstep.runtime.parallel import local, offset
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -62,22 +63,17 @@ def import_weights(model: Llama, folder: Path, *, truncated: bool) -> None:
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
 
-        def read(name: str) -> Tensor:
+        def read(name: str, parameter: Tensor) -> Tensor:
             file = files[name]
             if file not in opened:
                 opened[file] = stack.enter_context(_open(folder / file))
-            return _read(opened[file], name, where=folder / file)
+            return _read(opened[file], name, parameter, where=folder / file)
 
         for name, parameter in wanted.items():
-            tensor = read(name)
-            if tensor.shape != parameter.shape:
-                raise DataError(
-                    f"{name} is {tuple(tensor.shape)}, the model needs {tuple(parameter.shape)}", where=str(folder)
-                )
-            parameter.copy_(tensor)
+            local(parameter).copy_(read(name, parameter))
         if model.shape.tied and "lm_head.weight" in files:
             embedding = wanted["model.embed_tokens.weight"]
-            if not torch.equal(read("lm_head.weight").to(embedding), embedding):
+            if not torch.equal(read("lm_head.weight", embedding).to(local(embedding)), local(embedding)):
                 raise DataError(
                     "lm_head.weight differs from the embedding, but the model is tied",
                     where=str(folder),
@@ -129,9 +125,14 @@ def _open(path: Path) -> Any:
         raise DataError(f"not a safetensors file: {error}", where=str(path)) from None
 
 
-def _read(file: Any, name: str, *, where: Path) -> Tensor:
+def _read(file: Any, name: str, parameter: Tensor, *, where: Path) -> Tensor:
+    """The tensor of that name, or only the rows of it that this rank holds."""
     try:
-        tensor = file.get_tensor(name)
+        stored = file.get_slice(name)
+        if (shape := tuple(stored.get_shape())) != tuple(parameter.shape):
+            raise DataError(f"{name} is {shape}, the model needs {tuple(parameter.shape)}", where=str(where.parent))
+        rows, start = local(parameter).shape[0], offset(parameter)[0]
+        tensor = stored[start : start + rows] if rows else stored[:1][:0]
     except SafetensorError as error:
         raise DataError(f"{name}: {error}", where=str(where)) from None
     if tensor.dtype not in DTYPES.values():

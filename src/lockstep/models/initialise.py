@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lockstep.runtime.parallel import flat_offset, local
+
 BYTES_MEAN = 8 * 255 // 2
 BYTES_STD = math.sqrt(8 * (256**2 - 1) / 12)
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: what fits the cache of a core; enough to fill a GPU
@@ -75,15 +77,19 @@ def _sum_of_bytes(z: Tensor, t: Tensor) -> Tensor:
 def initialise(
     model: nn.Module, *, seed: int, std: float, head_std: float | None = None, depth_scaled: bool = False
 ) -> None:
-    """All parameters of a model: norms 1, matrices random; optionally quieter residual projections and another head."""
+    """All parameters of a model: norms 1, matrices random; optionally quieter residual projections and another head.
+
+    Of a model in shards each rank fills its own: together they have the bits of the whole.
+    """
     parameters = dict(model.named_parameters())
     residual_branches = sum(name.endswith(RESIDUAL) for name in parameters)
     for name, parameter in parameters.items():
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-        elif name == "output.weight" and head_std is not None:
-            fill(parameter, seed=seed, name=name, std=head_std)
+        spread = std
+        if name == "output.weight" and head_std is not None:
+            spread = head_std
         elif depth_scaled and name.endswith(RESIDUAL):
-            fill(parameter, seed=seed, name=name, std=std / math.sqrt(residual_branches))
+            spread = std / math.sqrt(residual_branches)
+        if parameter.dim() == 1:
+            local(parameter).fill_(1.0)
         else:
-            fill(parameter, seed=seed, name=name, std=std)
+            fill(local(parameter), seed=seed, name=name, std=spread, offset=flat_offset(parameter))

@@ -16,9 +16,9 @@ from lockstep.models.attention import attend
 from lockstep.models.shapes import LlamaShape
 
 
-def rope_frequencies(shape: LlamaShape) -> Tensor:
-    """Angle per position of each pair, (R,), with the llama3 scaling; bit-equal to transformers' inv_freq."""
-    exponents_R = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").float() / shape.head_dim
+def rope_frequencies(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Angle per position of each pair, (R,), with the llama3 scaling; in fp32 bit-equal to transformers' inv_freq."""
+    exponents_R = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / shape.head_dim
     frequency_R = 1.0 / (shape.rope_theta**exponents_R)
     if (scaling := shape.rope_scaling) is None:
         return frequency_R
@@ -28,8 +28,8 @@ def rope_frequencies(shape: LlamaShape) -> Tensor:
 
 
 def rope_tables(frequency_R: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions 0..length-1, (L, 1, R), always fp32."""
-    angle_LR = torch.arange(length, device=frequency_R.device, dtype=torch.float32)[:, None] * frequency_R
+    """cos and sin for positions 0..length-1, (L, 1, R), never in less than fp32."""
+    angle_LR = torch.arange(length, device=frequency_R.device, dtype=frequency_R.dtype)[:, None] * frequency_R
     return angle_LR.cos()[:, None], angle_LR.sin()[:, None]
 
 
@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        wide_BLD = x_BLD.float()
+        wide_BLD = x_BLD if x_BLD.dtype == torch.float64 else x_BLD.float()
         scale_BL1 = torch.rsqrt(wide_BLD.pow(2).mean(-1, keepdim=True) + self.eps)
         return ((wide_BLD * scale_BL1).to(x_BLD.dtype) * self.weight).to(x_BLD.dtype)
 

@@ -41,7 +41,7 @@ class Llama(nn.Module):
 
     def rebuild_buffers(self) -> None:
         """Fill what no checkpoint holds; call it after `to_empty`."""
-        self.rope_frequency.copy_(rope_frequencies(self.shape))
+        self.rope_frequency.copy_(rope_frequencies(self.shape, self.rope_frequency.dtype))
 
     def forward(
         self,

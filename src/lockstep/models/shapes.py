@@ -14,7 +14,7 @@ from lockstep.registry import suggest
 if TYPE_CHECKING:
     from lockstep.models.options import LlamaOptions
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -355,17 +355,17 @@ def memory_bytes(
 ) -> Memory:
     """Memory of training with AdamW over fp32 weights: 16 bytes a parameter, and what a micro-batch leaves behind."""
     count, tokens, item = shape.parameters(), batch_size * context_length, ITEM_BYTES[dtype_name]
-    layer = tokens * _layer_activation_bytes(shape, item, compiled)
+    layer, word = tokens * _layer_activation_bytes(shape, item, compiled), max(4, item)
     residual = tokens * shape.hidden_size * item
     kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
     chunk = min(tokens, chunk_tokens(shape.vocab_size))
     return Memory(
-        weights=4 * count,
-        gradients=4 * count,
-        moments=8 * count,
-        copies=0 if item == 4 else item * shape.matmul_parameters(),
+        weights=word * count,
+        gradients=word * count,
+        moments=2 * word * count,
+        copies=0 if item >= 4 else item * shape.matmul_parameters(),
         activations=kept + 3 * residual,
-        head=chunk * shape.vocab_size * (8 + item),
+        head=chunk * shape.vocab_size * (2 * word + item),
     )
 
 
@@ -374,7 +374,7 @@ def _layer_activation_bytes(shape: LlamaShape, item: int, compiled: bool) -> int
     width, query, key = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     if compiled:
         return item * (3 * width + 2 * query + 2 * key + 2 * shape.intermediate_size)
-    norms = 6 * width * item if item == 4 else 2 * width * (4 + 3 * item)  # eager norms keep an fp32 copy too
+    norms = 6 * width * item if item >= 4 else 2 * width * (4 + 3 * item)  # eager norms keep an fp32 copy too
     return norms + item * (2 * query + 2 * key + 4 * shape.intermediate_size)
 
 

@@ -40,7 +40,7 @@ def build(options: CausalOptions) -> Causal:
 class Causal:
     """Predict each token from all before it."""
 
-    columns: Mapping[str, str] = {"tokens": "int32"}
+    columns: Mapping[str, str] = CausalOptions.columns
     terms: Mapping[str, float] = {"loss": 1.0}
 
     def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[dict[str, Array]]:

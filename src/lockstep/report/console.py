@@ -269,8 +269,10 @@ class ConsoleSink:
         log_interval: int = 1,
         progress: Literal["auto", "on", "off"] = "auto",
         stream: IO[str] | None = None,
+        brief: bool = False,
     ) -> None:
         self._max_steps = max_steps
+        self._brief = brief  # one of several workers: what holds for all of them the first one tells
         self._clip = clip
         self._log_interval = log_interval
         handler = console_handler()
@@ -295,7 +297,9 @@ class ConsoleSink:
             self._show(Banner.of(fields))
         elif kind == "eval":
             self._show_validation(fields)
-        elif kind == "save" and "path" in fields:
+        elif kind == "replicas":
+            log.info("All %s replicas agree: %s", fields.get("count"), fields.get("digest"))
+        elif kind == "save" and "path" in fields and not self._brief:
             log.info("Checkpoint saved: %s", fields["path"])
         elif kind == "resume":
             if "path" in fields:
@@ -314,6 +318,9 @@ class ConsoleSink:
         self._bar, self._wants_bar = None, False
 
     def _show(self, facts: Banner | Summary | None) -> None:
+        if self._brief:
+            log.info("%s", facts.outcome if isinstance(facts, Summary) else "Training started")
+            return
         for line in facts.lines(self._width) if facts is not None else []:
             log.info("%s", line)
 

@@ -6,12 +6,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.contracts import StepRecord
-from lockstep.report.logs import AppendFile, scrubber
+from lockstep.report.logs import AppendFile
+from lockstep.runtime.scrub import scrubber
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,11 @@ log = logging.getLogger(__name__)
 class EventSink:
     """Appends steps and events. `step` counts from 0 in a step, and is the number of finished steps in an event."""
 
-    def __init__(self, path: Path, *, secrets: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path, *, secrets: Sequence[str] = (), facts: Callable[[], Mapping[str, Any]] | None = None
+    ) -> None:
         self._file = AppendFile(path)
+        self._facts = facts  # more about the moment of a step: how the GPU is doing
         self._scrub = scrubber(secrets)
 
     def write(self, record: StepRecord) -> None:
@@ -42,6 +46,8 @@ class EventSink:
             "mfu": record.mfu,
             "time": time.time(),
         }
+        if self._facts:
+            fields |= self._facts()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             fields = self._plain(fields)
         self._append(fields)

@@ -14,31 +14,12 @@ from typing import IO, Literal
 
 from lockstep.errors import OutputError
 from lockstep.runtime import env
+from lockstep.runtime.scrub import scrubber
 
 ROOT = logging.getLogger("lockstep")
 COLUMNS = 80  # what banner and summary are laid out for, prefix included
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
 ANSI = {"yellow": "\x1b[33m", "red": "\x1b[31m"}
-
-# Whole escape sequences (OSC and its kin, then CSI, then short ones), then any control byte left but tab and newline.
-CONTROL = re.compile(
-    r"\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]"
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)
-
-
-def scrubber(secrets: Sequence[str] = ()) -> Callable[[str], str]:
-    """A function that takes secrets and control bytes out of a text. The environment is asked once, here."""
-    hidden = sorted({*env.secrets(), *(value for value in secrets if value)}, key=len, reverse=True)
-
-    def scrub(text: str) -> str:
-        text = CONTROL.sub("", text)  # first: a secret must not hide behind an escape sequence
-        for value in hidden:
-            if value in text:
-                text = text.replace(value, "***")
-        return text
-
-    return scrub
 
 
 def is_terminal(stream: IO[str]) -> bool:
@@ -101,17 +82,25 @@ def _ends_whole(path: Path) -> bool:
 
 
 class PrefixFormatter(logging.Formatter):
-    """`[GPU0] message` or `GPU0:INFO | [GPU 0] message`, on every line. The record is left as it was."""
+    """`[GPU0] message` or `GPU0:INFO | [GPU 0] message`, on every line. The record is left as it was.
 
-    def __init__(self, tag: str, *, prefix: Literal["bracket", "colon"], scrub: Callable[[str], str]) -> None:
+    Under our launcher, which puts `[GPU0] ` or `GPU0:` before every line of a worker, only the rest is written.
+    """
+
+    def __init__(
+        self, tag: str, *, prefix: Literal["bracket", "colon"], scrub: Callable[[str], str], launched: bool = False
+    ) -> None:
         super().__init__()
         self._scrub = scrub
         self._colon = prefix == "colon"
         spaced = re.sub(r"(?<=\D)(?=\d)", " ", tag)
+        first = "" if launched else tag
         if self._colon:
-            self._before, self._after = (f"{tag}:", f" | [{spaced}] ") if tag else ("", " | ")
+            self._before, self._after = f"{first}:" if first else "", f" | [{spaced}] " if tag else " | "
         else:
-            self._before, self._after = "", f"[{tag}] " if tag else ""
+            self._before, self._after = "", f"[{first}] " if first else ""
+        by_launcher = 0 if first or not tag else len(f"{tag}:" if self._colon else f"[{tag}] ")
+        self.columns = by_launcher + len(self.prefix())
 
     def prefix(self, level: str = "INFO") -> str:
         return f"{self._before}{level}{self._after}" if self._colon else self._after
@@ -189,7 +178,7 @@ class ConsoleHandler(_Handler):
         self.setFormatter(formatter)
         self.stream = stream
         self.printer: Callable[[str, str], None] | None = None  # (text, style)
-        self.width = COLUMNS - len(formatter.prefix())
+        self.width = COLUMNS - formatter.columns
         self._colour = is_terminal(stream) and not env.get("NO_COLOR")
         self._broken = False
         reconfigure = getattr(stream, "reconfigure", None)
@@ -228,15 +217,19 @@ def setup_logging(
     level: str = "INFO",
     log_files: Sequence[Path] = (),
     stream: IO[str] | None = None,
-    secrets: Sequence[str] = (),
+    screen: Literal["own", "launched", "none"] = "own",
 ) -> None:
-    """Send what lockstep logs to the screen and to files. A second call replaces what the first one set up."""
-    scrub = scrubber(secrets)
+    """Send what lockstep logs to the screen and to files. A second call replaces what the first one set up.
+
+    `screen`: `launched` under a launcher that labels the lines; `none` for a worker that only its files hear of.
+    """
+    scrub = scrubber()
     handlers: list[logging.Handler] = []
     for path in dict.fromkeys(path.absolute() for path in log_files):
         handlers.append(FileHandler(path, FileFormatter(tag, scrub=scrub)))
-    formatter = PrefixFormatter(tag, prefix=prefix, scrub=scrub)
-    handlers.append(ConsoleHandler(sys.stdout if stream is None else stream, formatter))
+    if screen != "none":
+        formatter = PrefixFormatter(tag, prefix=prefix, scrub=scrub, launched=screen == "launched")
+        handlers.append(ConsoleHandler(sys.stdout if stream is None else stream, formatter))
     close_logging()
     for handler in handlers:
         ROOT.addHandler(handler)

@@ -16,6 +16,7 @@ class ReportOptions(Section):
     log_prefix: Literal["bracket", "colon"] = setting(
         "bracket", "bracket: `[GPU0] Step ...`; colon: `GPU0:INFO | [GPU 0] Step ...`.", role="cosmetic"
     )
+    log_all_ranks: bool = setting(False, "Show the lines of every worker, not only of the first.", role="cosmetic")
     log_file: str | None = setting(None, "Also write the log here.", role="cosmetic", max_length=4000)
     progress: Literal["auto", "on", "off"] = setting("auto", "Progress bar; auto: on a terminal.", role="cosmetic")
     tensorboard: bool = setting(True, "Write TensorBoard files to <run>/tb.", role="cosmetic")

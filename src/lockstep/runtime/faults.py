@@ -141,6 +141,11 @@ class Plan:
         """Whether attach() registers hooks: compiled blocks skip those, so run such a plan without torch.compile."""
         return any(fault.kind == "nan_act" for fault in self.faults)
 
+    @property
+    def spoil_gradients(self) -> bool:
+        """Whether gradients() will strike: then they must not be exchanged before."""
+        return any(fault.kind.endswith("_grad") for fault in self.faults)
+
     def attach(self, model: nn.Module) -> None:
         """Put NaN-makers behind the named modules, if any is planned."""
         for fault in self.faults:
@@ -252,8 +257,10 @@ STRIKES: dict[str, Callable[[Fault], None]] = {
 
 
 def _spoil(faults: list[Fault], tensors: dict[str, torch.Tensor]) -> None:
+    from lockstep.runtime.parallel import local
+
     for fault in faults:
-        tensor = _pick(fault.tensor, tensors, "tensor").detach()
+        tensor = local(_pick(fault.tensor, tensors, "tensor").detach())
         if fault.kind.startswith("flip_"):
             flip(tensor, fault.index or 0, bits=fault.bits)
             continue

@@ -75,3 +75,11 @@ def free_memory_bytes(device: torch.device) -> int:
 def total_memory_bytes(device: torch.device) -> int | None:
     """What the card has; None on the CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def limit_text(device: torch.device) -> str:
+    """What this process is allowed, where somebody has set a limit below what the machine has; else ''."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if device.type == "cuda" or limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; RLIMIT_AS allows {limit:,} bytes"

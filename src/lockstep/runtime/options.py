@@ -14,6 +14,29 @@ class SystemOptions(Section):
         "auto", "auto: a GPU if there is one, else the CPU.", role="layout"
     )
     device_id: int = setting(0, "Index among the visible devices.", role="layout", ge=0, le=1023)
+    gpus: str = setting(
+        "all",
+        "Which GPUs: all, auto (idlest), auto:memory (most free), a count, or numbers as in 0,2. On the CPU: a count.",
+        role="layout",
+        min_length=1,
+        max_length=4000,
+    )
+    mode: Literal["ddp", "fsdp", "hsdp", "replicas"] = setting(
+        "ddp",
+        "ddp: one model, a copy on each GPU; fsdp: one model in shards; hsdp: shards in a node, copies across nodes; "
+        "replicas: independent equal runs, compared bit for bit at the end.",
+        role="layout",
+    )
+    hang_seconds: float = setting(
+        600.0,
+        "A worker without a sign of life for so long is stuck: the run ends with 124.",
+        role="cosmetic",
+        gt=0,
+        le=1e7,
+    )
+    slow_factor: float = setting(
+        1.2, "A worker whose steps take this much longer than the others' is reported.", role="cosmetic", gt=1, le=1e6
+    )
     seed: int = setting(42, "Decides the first weights, the order of rows and all noise.", ge=0, le=(1 << 63) - 1)
     deterministic: bool = setting(
         False, "Same bits in every run, also on a GPU (about 5 % slower there).", role="layout"

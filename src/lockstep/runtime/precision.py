@@ -1,4 +1,4 @@
-"""In which numbers a step computes. Weights, gradients and moments stay fp32 in every mode."""
+"""In which numbers a step computes. Weights, gradients and moments are fp32 in every mode but fp64."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ class Precision:
             self.scaler = LossScale(
                 torch.full((), FIRST_SCALE, device=device), torch.zeros((), dtype=torch.int32, device=device)
             )
+
+    @staticmethod
+    def widen(value: torch.Tensor) -> torch.Tensor:
+        """A loss in fp32 at least."""
+        return value if value.dtype == torch.float64 else value.float()
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Compute inside this."""

@@ -1,0 +1,1 @@
+"""Starting workers, watching them, and ending them well. Torch-free."""

@@ -1,0 +1,181 @@
+"""The worker's end of its supervision: it dies with its launcher, marks its progress, shows its stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from lockstep.errors import ExitCode
+from lockstep.launch import beats
+from lockstep.runtime import env as environment
+
+PEER_DIED = b"A"
+STACKS_SIGNAL = signal.SIGRTMIN + 3
+FLUSH_SECONDS = 0.2
+_attached: dict[int, Link] = {}  # by pid: a forked child is another worker, or none
+_PR_SET_PDEATHSIG = 1
+
+
+class Link:
+    """What a worker tells whoever watches it. Without a work folder nobody listens, at the same small cost."""
+
+    def __init__(self, work: Path | None = None, slot: int = 0) -> None:
+        self.work = work
+        self.slot = slot
+        self.marks = beats.Slot(None if work is None else work / beats.FILE, slot)
+        self.section = "start"
+        self.step = -1  # none yet
+        self.failed = False  # whether this worker has told why it ends
+        self._stacks: IO[str] | None = None  # kept open: faulthandler writes to its descriptor
+
+    def enter(self, section: str, step: int = -1) -> None:
+        """Progress: the main thread begins this part of its work. -1 keeps the step."""
+        self.section = section
+        self.step = self.step if step < 0 else step
+        self.marks.mark(beats.INDEX[section], step)
+
+    def busy(self, step: int, seconds: float) -> None:  # noqa: ARG002 - steps come in order; the caller knows which
+        """How long the own work of a finished step took, waiting for others excluded."""
+        self.marks.busy(seconds)
+
+    def tell_run(self, root: Path) -> None:
+        """Where the run folder is: the launcher puts this worker's output and heartbeat there."""
+        self.marks.tell_run(str(root.absolute()))
+
+    def tell_nodes(self, nodes: list[dict[str, Any]]) -> None:
+        """How to reach one worker of each node, for finding the one that does not answer."""
+        if self.work is not None:
+            from lockstep import rundir
+
+            rundir.write_json(self.work / "nodes.json", nodes)
+
+    def fail(self, record: Mapping[str, Any]) -> None:
+        """Why this worker is about to end. The first record is kept: what follows a failure is its consequence."""
+        if self.failed:
+            return
+        self.failed = True
+        if self.work is not None:
+            from lockstep import rundir
+
+            with contextlib.suppress(OSError):  # the launcher then reports the exit code alone
+                rundir.write_json(failure_path(self.work, self.slot), record)
+
+    def close(self) -> None:
+        """All work is done: from here an exit is no failure."""
+        self.enter("done")
+
+    def show_stacks(self) -> bool:
+        """Let STACKS_SIGNAL write every thread's Python stack, even while the interpreter's lock is held."""
+        if self.work is None:
+            return False
+        self._stacks = stacks_path(self.work, self.slot).open("a", encoding="utf-8")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        return True
+
+
+def attach(env: environment.Env) -> Link:
+    """The first thing a worker does; asked again, the same link. A process alone is not watched."""
+    if os.getpid() not in _attached:
+        _attached[os.getpid()] = _attach(env)
+    return _attached[os.getpid()]
+
+
+def _attach(env: environment.Env) -> Link:
+    folder = environment.get("LOCKSTEP_WORK")
+    if not folder and env.world == 1:
+        return Link()
+    if folder:
+        die_with_parent(signal.SIGKILL)
+        work = Path(folder)
+        _follow(work, env.local_rank)
+    else:
+        die_with_parent(signal.SIGTERM)  # time to save; the guardian ends who takes too long
+        from lockstep.launch import guardian
+
+        work = guardian.enlist(env)
+        if line_path(work, env.local_rank).exists():
+            _follow(work, env.local_rank)
+    if sys.stderr is not None:
+        faulthandler.enable(all_threads=True)
+    link = Link(work, env.local_rank)
+    link.marks.attach(os.getpid(), rank=env.rank, tag=env.tag, dumps=link.show_stacks())
+    return link
+
+
+def line_path(work: Path, slot: int) -> Path:
+    return work / f"line.{slot}"
+
+
+def stacks_path(work: Path, slot: int) -> Path:
+    return work / f"stacks.{slot}.txt"
+
+
+def read_stacks(work: Path, slots: int) -> dict[int, str]:
+    """What workers have written about where they are."""
+    found: dict[int, str] = {}
+    for slot in range(slots):
+        with contextlib.suppress(OSError):
+            found[slot] = stacks_path(work, slot).read_text(encoding="utf-8", errors="backslashreplace")
+    return found
+
+
+def failure_path(work: Path, slot: int) -> Path:
+    return work / f"failure.{slot}.json"
+
+
+def dying_with(parent: int, number: int = signal.SIGKILL) -> Callable[[], None]:
+    """For a child between fork and exec: a signal comes when the parent's thread ends. Loaded now, called there."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def arm() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(int(ExitCode.TERMINATED))
+
+    return arm
+
+
+def die_with_parent(number: int) -> None:
+    """The signal comes when the parent dies; if it is dead already, end now. Behind another launcher it is that one."""
+    launcher = int(environment.get("LOCKSTEP_LAUNCHER_PID") or 0)
+    dying_with(os.getppid(), number)()
+    if launcher and os.getppid() != launcher and not Path(f"/proc/{launcher}").exists():
+        os._exit(int(ExitCode.TERMINATED))
+
+
+def _follow(work: Path, slot: int) -> None:
+    """A thread that waits on the launcher's FIFO: its end, or a byte, is the end of this process."""
+    try:
+        # without blocking: a launcher that is gone already must not be waited for
+        descriptor = os.open(line_path(work, slot), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:  # the launcher has cleaned up
+        _leave()
+    os.set_blocking(descriptor, True)
+
+    def wait() -> NoReturn:
+        os.read(descriptor, 1)  # PEER_DIED, or nothing: the launcher is gone
+        _leave()
+
+    threading.Thread(target=wait, name="lockstep-lifeline", daemon=True).start()
+
+
+def _leave() -> NoReturn:
+    """End without saving. What was printed gets a moment to leave; a full pipe or a held lock does not stop us."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+
+    flusher = threading.Thread(target=flush, daemon=True)
+    flusher.start()
+    flusher.join(FLUSH_SECONDS)
+    os._exit(int(ExitCode.TERMINATED))

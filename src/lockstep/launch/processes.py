@@ -1,0 +1,119 @@
+"""Processes as the system shows them: how one ended, whose children are left, whether memory ran out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_ID = "LOCKSTEP_RUN_ID"
+CGROUPS = Path("/sys/fs/cgroup")
+BOUNDS_OF_VERSION_1 = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
+NO_LIMIT_BYTES = 1 << 62
+
+
+@dataclass(frozen=True)
+class Leaked:
+    """A process of the run that nobody waited for."""
+
+    pid: int
+    command: str
+
+
+def exit_code(wait_status: int) -> int:
+    """The code a shell would show: 128 + n for signal n."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    return 128 - code if code < 0 else code
+
+
+def ended_status(pid: int) -> int | None:
+    """The wait status of a process that has ended but is not yet waited for, though it is not our child."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[49]) if fields[0] in (b"Z", b"X") else None
+
+
+def of_run(run_id: str) -> list[int]:
+    """Every process that has the run's id in its environment, this one excepted."""
+    wanted = f"{RUN_ID}={run_id}".encode()
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and _has(entry, wanted):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def kill_leaked(run_id: str) -> list[Leaked]:
+    """Find what is left of a run by its id and kill it by its pid; who that was."""
+    leaked: list[Leaked] = []
+    wanted = f"{RUN_ID}={run_id}".encode()
+    for pid in of_run(run_id):
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(pid)
+            try:  # asked again with the handle held: the number cannot change hands now
+                if _has(Path(f"/proc/{pid}"), wanted):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    leaked.append(Leaked(pid, words.decode("utf-8", "backslashreplace")))
+            finally:
+                os.close(handle)
+    return leaked
+
+
+def _has(entry: Path, wanted: bytes) -> bool:
+    """Whether a living process was started with this variable."""
+    try:
+        return wanted in (entry / "environ").read_bytes().split(b"\0")  # that of a zombie is empty
+    except OSError:
+        return False
+
+
+def memory_kills() -> int | None:
+    """How often the kernel killed for want of memory in this process's cgroup; None where it does not say."""
+    counts = [count for path in _memory_files() if (count := _read_kills(path)) is not None]
+    return max(counts, default=None)
+
+
+def memory_bounds() -> str:
+    """What this process's cgroup may use and has used at most, in words; '' where no limit is told."""
+    for path in _memory_files():
+        names = ("memory.max", "memory.peak") if path.name == "memory.events" else BOUNDS_OF_VERSION_1
+        with contextlib.suppress(OSError, ValueError):
+            limit, most = (int((path.parent / name).read_text()) for name in names)
+            if limit < NO_LIMIT_BYTES:
+                return f"; {most:,} bytes used of {limit:,} allowed"
+    return ""
+
+
+def _memory_files() -> list[Path]:
+    files: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        _number, controllers, place = line.split(":", 2)
+        if not controllers:  # version 2
+            root, name = CGROUPS, "memory.events"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.oom_control"
+        else:
+            continue
+        # inside a container its own group is the root of what is mounted
+        files += [root / place.lstrip("/") / name, root / name]
+    return files
+
+
+def _read_kills(path: Path) -> int | None:
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        return None
+    return None

@@ -1,0 +1,305 @@
+"""Starts workers, passes on what they print, watches them, and ends them all when the first one fails.
+
+One loop, one thread. It signals only processes and groups that it has created, and knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.errors import ExitCode, LockstepError
+from lockstep.launch import banner, failure, link, processes, watchdog
+from lockstep.launch.beats import Beat
+from lockstep.launch.children import Proc
+from lockstep.launch.failure import End
+from lockstep.launch.output import Output
+from lockstep.launch.records import Records
+from lockstep.launch.team import STOPS, Team, prefix_of
+from lockstep.runtime import env, scrub
+
+__all__ = ["Outcome", "Proc", "Watch", "supervise"]
+
+BROKEN_PIPE = 141
+TICK_SECONDS = 0.5
+SETTLE_SECONDS = 2.0  # how long a better candidate for the first cause is waited for
+DYING_SECONDS = 2.0  # after "a peer died" there is nothing to save
+HURRY_SECONDS = 0.3  # after the second Ctrl-C
+DUMP_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How to show and judge workers."""
+
+    prefix: Literal["bracket", "colon"] = "bracket"
+    show: Literal["all", "first"] = "first"
+    log_folder: Path | None = None  # gpu_<id>.log per worker, and the documented words about each process
+    hang_seconds: float = 600.0
+    slow_factor: float = 1.2
+    grace_seconds: float = 10.0
+    node: int = 0
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended."""
+
+    exit_code: int
+    failure: dict[str, Any] | None = None
+    run: Path | None = None
+    slow: tuple[str, ...] = ()  # tags of workers that took longer than the others
+    leaked: tuple[str, ...] = ()  # processes that were left behind and killed
+
+
+def supervise(procs: Sequence[Proc], watch: Watch, work: Path, say: Callable[[str], None]) -> Outcome:
+    """Run these processes to their end; `say` takes the launcher's own lines. Removes the work folder."""
+    supervisor = _Supervisor(procs, watch, work, say)
+    try:
+        return supervisor.run(procs)
+    finally:
+        supervisor.team.close()
+
+
+class _Supervisor:
+    """What is known and decided about a team of workers."""
+
+    def __init__(self, procs: Sequence[Proc], watch: Watch, work: Path, say: Callable[[str], None]) -> None:
+        self.watch = watch
+        slots = 1 + max(slot for proc in procs for slot in proc.slots)
+        self.tags = [f"GPU{slot}" for slot in range(slots)]
+        for proc in procs:
+            if len(proc.slots) == 1:
+                self.tags[proc.slots[0]] = proc.tag
+        run_id = procs[0].environ.get(processes.RUN_ID) or secrets.token_hex(8)
+        self._say = say
+        self._records = Records(watch.node, watch.log_folder, self.tell)
+        self._slowness = watchdog.Slowness(watch.slow_factor)
+        self._weak_since = 0.0
+        self._tick_seconds = min(TICK_SECONDS, watch.hang_seconds / 10)
+        self._ticked = time.monotonic()
+        self._awake_ns = 0  # silence from before this moment does not count
+        self._started = time.time()
+        self._kills_before = processes.memory_kills()
+        self.team = Team(slots, work=work, run_id=run_id)
+
+    def tell(self, line: str) -> None:
+        """One line of the launcher's own, after what workers have printed so far."""
+        self.team.screen.drain(0.2)
+        if self.team.screen.closed:
+            return
+        try:
+            self._say(env.redact(line))
+        except BrokenPipeError:
+            self.team.screen.closed = True
+        except (OSError, LockstepError):  # a full disk behind `> file`: the run goes on, its own files have it all
+            return
+
+    def _tell_all(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.tell(line)
+
+    def run(self, procs: Sequence[Proc]) -> Outcome:
+        team, scrub_bytes = self.team, scrub.bytes_scrubber()
+        documented = self.watch.log_folder is not None
+        self._tell_all(banner.opening(len(procs)) if documented else ())
+        for number, proc in enumerate(procs):
+            shown = self.watch.show == "all" or (number == 0 and self.watch.node == 0)
+            output = Output(prefix_of(proc.tag, self.watch.prefix), scrub_bytes, team.screen if shown else None)
+            child = team.start(proc, output)
+            self._records.open_log(child)
+            self._tell_all(banner.started(child, self._records.log_of(child)) if documented else ())
+        self._tell_all([banner.all_started(len(procs))] if documented else ())
+        while True:
+            team.wait(self._tick_seconds)
+            if team.screen.closed:
+                team.end_all(DYING_SECONDS)
+                return self._finish(BROKEN_PIPE)
+            if self._hear():
+                team.end_all(HURRY_SECONDS)
+                return self._finish(int(ExitCode.INTERRUPTED))
+            if (end := self._first_failure()) is not None:
+                return self._fail(end)
+            if not team.alive:
+                return self._finish(self._code())
+            if (hang := self._tick()) is not None:
+                return self._end_hang(hang)
+
+    def _hear(self) -> bool:
+        """Pass on signals. True: all shall end at once."""
+        while self.team.inbox.received:
+            number = self.team.inbox.received.popleft()
+            if number == signal.SIGINT and self.team.stop is not None:
+                return True
+            self.team.ask_to_stop(number)
+        return False
+
+    def _first_failure(self) -> End | None:
+        """The worker to blame. Who only lost a peer, or left early, is it when nobody better turns up in time."""
+        codes = {0, *STOPS.values()}
+        failed = [end for end in self.team.ends.values() if end.early or end.code not in codes]
+        if not failed:
+            return None
+        if strong := next((end for end in failed if not end.weak), None):
+            return strong
+        self._weak_since = self._weak_since or time.monotonic()
+        if not self.team.alive:
+            if all(end.early for end in failed) and len(failed) == len(self.team.ends):
+                return None  # all left together: they had nothing to do
+        elif time.monotonic() < self._weak_since + SETTLE_SECONDS:
+            return None
+        return min(failed, key=lambda end: end.secondary)
+
+    def _code(self) -> int:
+        """All have ended and none has failed: done, or stopped by a signal."""
+        stopped = [end.code for end in self.team.ends.values() if end.code]
+        if not stopped:
+            return int(ExitCode.DONE)
+        return int(STOPS[self.team.stop]) if self.team.stop is not None else stopped[0]
+
+    def _tick(self) -> watchdog.Hang | None:
+        """Twice a second: files, slow workers, workers that do not stop, workers that stand still."""
+        now = time.monotonic()
+        if now < self._ticked + self._tick_seconds:
+            return None
+        if now > self._ticked + 10 * self._tick_seconds + 1:  # this process, and perhaps all, stood still
+            self._awake_ns = time.monotonic_ns()
+        self._ticked = now
+        team = self.team
+        for child in team.alive:
+            for slot in child.proc.slots:
+                team.stranger(child, slot)
+        beats = team.beats.read_all()
+        self._records.learn_run(beats, team.children)
+        self._records.write_heartbeats(beats, self.tags)
+        going = [beat for beat in beats if beat.slot not in team.ends]
+        self._compare_speed(going)
+        if team.stop is not None and now > team.stop_at + self.watch.grace_seconds and team.disobedient():
+            self.tell("[WARNING] a worker was asked to stop and goes on: all are ended")
+            team.end_all(DYING_SECONDS)
+            return None
+        if self._awake_ns:
+            going = [dataclasses.replace(beat, mark_ns=max(beat.mark_ns, self._awake_ns)) for beat in going]
+        hang_seconds = self.watch.hang_seconds
+        now_ns = time.monotonic_ns()
+        return watchdog.find_hang(going, now_ns=now_ns, hang_seconds=hang_seconds, state_of=watchdog.process_state)
+
+    def _compare_speed(self, beats: Sequence[Beat]) -> None:
+        for slot in self._slowness.feed(beats):
+            times = self._slowness.slow[slot]
+            self.tell(f"[WARNING] {self.tags[slot]} is slow: its steps take {times:.2f} times as long as the others'")
+
+    def _end_hang(self, hang: watchdog.Hang) -> Outcome:
+        """Show where everybody is, then end all."""
+        team = self.team
+        silent = self._probe() if hang.slot is None else []
+        self._dump_stacks()
+        hang = (
+            hang if silent else watchdog.corrected(hang, team.beats.read_all(), link.read_stacks(team.work, team.slots))
+        )
+        slot = hang.slot if hang.slot is not None else 0
+        kind, cause = failure.explain_hang(hang, silent)
+        end = End(slot, int(ExitCode.HANG), record={"step": hang.step, "section": hang.section})
+        if hang.slot is not None:
+            for child in team.alive:
+                if child.proc.slots == (hang.slot,):
+                    child.send_group(signal.SIGKILL)  # it does not hear anything else
+        return self._conclude(end, kind=kind, cause=cause)
+
+    def _dump_stacks(self) -> None:
+        """Ask each worker's faulthandler; a stopped one writes as soon as it may run."""
+        team = self.team
+        asked: dict[int, int] = {}
+        for beat in team.beats.read_all():
+            if beat.pid and beat.dumps and beat.slot not in team.ends:
+                with contextlib.suppress(OSError):
+                    asked[beat.slot] = link.stacks_path(team.work, beat.slot).stat().st_size
+                    os.kill(beat.pid, link.STACKS_SIGNAL)
+                    if watchdog.process_state(beat.pid) == "T":
+                        os.kill(beat.pid, signal.SIGCONT)
+        deadline = time.monotonic() + DUMP_SECONDS
+        while time.monotonic() < deadline:
+            team.wait(0.05)
+            sizes = {slot: link.stacks_path(team.work, slot).stat().st_size for slot in asked}
+            if all(sizes[slot] > asked[slot] for slot in asked):
+                break
+        team.wait(0.05)  # the last of them may still be writing
+        self._records.keep_stacks(team.work, self.tags)
+
+    def _probe(self) -> list[watchdog.Silent]:
+        """Which other nodes do not answer."""
+        try:
+            nodes = json.loads((self.team.work / "nodes.json").read_text(encoding="utf-8"))
+            return watchdog.probe_nodes(nodes, own=self.watch.node)
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def _fail(self, end: End) -> Outcome:
+        """A worker has ended in a way it should not have."""
+        kind, cause = failure.explain_end(end, kills_before=self._kills_before, kills_after=processes.memory_kills())
+        if end.secondary and self.watch.nodes > 1 and (silent := self._probe()):
+            kind, cause = "lost_peer", "; ".join(str(node) for node in silent)
+        return self._conclude(end, kind=kind, cause=cause)
+
+    def _conclude(self, end: End, *, kind: str, cause: str) -> Outcome:
+        """End the others, then write and show why."""
+        team = self.team
+        others = [other for other in team.ends.values() if other.slot != end.slot and other.code]
+        team.end_all(min(self.watch.grace_seconds, DYING_SECONDS))
+        beat = team.beats.read(end.slot)
+        place = failure.Place(beat.rank, self.tags[end.slot], self.watch.node, beat.step, beat.section)
+        code = 1 if end.early else end.code
+        self._records.learn_run(team.beats.read_all(), team.children)
+        record = failure.build(place, exit_code=code, kind=kind, cause=cause, own=end.record, run=self._records.run)
+        child = next(child for child in team.children if end.slot in child.proc.slots)
+        record["log"] = self._records.log_of(child)
+        tail = failure.last_words(child.output.tail)
+        record["trace"] = record["trace"] or tail
+        record["others"] = [
+            {"gpu": self.tags[other.slot], "exit_code": other.code, "secondary": other.secondary} for other in others
+        ]
+        if not record["log"] and not child.output.shown:  # else nobody would ever see it
+            prefix = prefix_of(child.proc.tag, self.watch.prefix).decode()
+            self._tell_all(prefix + line for line in tail)
+        if self._records.run is not None and (
+            complaint := failure.store(self._records.run, record, started=self._started)
+        ):
+            self.tell(complaint)
+        if self.watch.log_folder is not None:
+            self._tell_all(banner.ended(team.children, child, record))
+        if child.proc.tag or len(child.proc.slots) > 1 or end.by_signal:  # a helper without a name speaks for itself
+            self._tell_all(failure.block(record, nodes=self.watch.nodes))
+        return self._finish(code, record)
+
+    def _finish(self, code: int, record: dict[str, Any] | None = None) -> Outcome:
+        """Nobody is left; everything is written."""
+        team = self.team
+        beats = team.beats.read_all()
+        self._records.learn_run(beats, team.children)
+        self._records.write_heartbeats(beats, self.tags, last=True)
+        if record is None:
+            self._compare_speed(beats)  # the last steps of a short run
+        leaked = team.clear()
+        if self.watch.log_folder is not None and record is None:
+            self._tell_all(banner.ended(team.children))
+        for process in leaked:
+            self.tell(f"[WARNING] leaked process {process.pid} of this run was killed: {process.command[:200]}")
+        while team.screen.waiting and not team.inbox.received:  # a pager that stands still, until Ctrl-C
+            team.screen.drain(0.2)
+        return Outcome(
+            exit_code=code,
+            failure=record,
+            run=self._records.run,
+            slow=tuple(self.tags[slot] for slot in self._slowness.slow),
+            leaked=tuple(f"{process.pid} {process.command}" for process in leaked),
+        )

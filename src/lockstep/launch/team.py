@@ -1,0 +1,248 @@
+"""The workers of one node as one thing: started together, listened to in one loop, asked to stop, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from lockstep.errors import ExitCode
+from lockstep.launch import beats as signs
+from lockstep.launch import failure, link, processes
+from lockstep.launch.children import Child, Inbox, Proc, Stranger
+from lockstep.launch.failure import End
+from lockstep.launch.output import Output, Screen
+from lockstep.launch.reaper import Reaper
+
+LINE_SECONDS = 0.3  # what a worker that listens to its line needs to end
+LAST_SECONDS = 5.0  # after SIGKILL; a process that cannot die then is the kernel's matter
+STOPS: dict[int, int] = {  # signal -> exit code of a run that it has ended
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.TERMINATED,
+    signal.SIGUSR1: ExitCode.PREEMPTED,
+    signal.SIGUSR2: ExitCode.PREEMPTED,
+}
+ASKS: dict[int, int] = {  # exit code of one worker -> the signal that tells the others
+    ExitCode.INTERRUPTED: signal.SIGINT,
+    ExitCode.TERMINATED: signal.SIGTERM,
+    ExitCode.PREEMPTED: signal.SIGUSR1,
+}
+
+
+class Team:
+    """Processes, their pipes, and how each worker ended. One thread, one selector."""
+
+    def __init__(self, slots: int, *, work: Path, run_id: str) -> None:
+        self.slots = slots
+        self.work = work
+        self.run_id = run_id
+        self.beats = signs.create(work, slots)
+        self.inbox = Inbox()
+        self.screen = Screen(_stdout_descriptor())
+        self.children: list[Child] = []
+        self.ends: dict[int, End] = {}
+        self.stop: int | None = None  # the signal by which a graceful end was asked for
+        self.stop_at = 0.0
+        self._stop_steps: dict[int, int] = {}
+        self._strangers: dict[int, Stranger] = {}
+        self._paused = False
+        self._lines = [_open_line(link.line_path(work, slot)) for slot in range(slots)]
+        self._reaper = Reaper(work, run_id)
+        self._selector = selectors.PollSelector()
+        self._selector.register(self.inbox.descriptor, selectors.EVENT_READ, self.inbox.drain)
+
+    @property
+    def alive(self) -> list[Child]:
+        return [child for child in self.children if child.alive]
+
+    def start(self, proc: Proc, output: Output) -> Child:
+        own = {
+            "LOCKSTEP_LAUNCHER_PID": str(os.getpid()),
+            "LOCKSTEP_WORK": str(self.work),
+            processes.RUN_ID: self.run_id,
+        }
+        mine = Proc(proc.tag, proc.slots, proc.command, {**proc.environ, **own})
+        child = Child(mine, output, arm=link.dying_with(os.getpid()), reaper=self._reaper)
+        self.children.append(child)
+        self._listen(child)
+        self._selector.register(child.handle, selectors.EVENT_READ, lambda: self._note_child(child))
+        return child
+
+    def wait(self, seconds: float) -> None:
+        """Until something happens, at most so long; and deal with it."""
+        if self.screen.waiting and self.screen.descriptor not in self._selector.get_map():
+            self._selector.register(self.screen.descriptor, selectors.EVENT_WRITE, self._drain_screen)
+        if self.screen.full != self._paused:
+            self._pause(not self._paused)
+        for key, _event in self._selector.select(seconds):
+            if key.fd in self._selector.get_map():
+                key.data()
+
+    def ask_to_stop(self, number: int) -> None:
+        """A graceful end: each worker hears the signal, saves, and ends."""
+        if self.stop is None:
+            self.stop, self.stop_at = number, time.monotonic()
+            self._stop_steps = {slot: self.beats.read(slot).step for slot in range(self.slots)}
+        for child in self.alive:
+            strangers = [stranger for slot in child.proc.slots if (stranger := self.stranger(child, slot))]
+            for stranger in strangers:
+                stranger.send(number)
+            if not strangers:
+                child.send(number)
+
+    def disobedient(self) -> bool:
+        """Whether a worker that was asked to stop goes on making steps instead."""
+        going = [self.beats.read(slot) for slot in self._stop_steps if slot not in self.ends]
+        return any(beat.section != "save" and beat.step > self._stop_steps[beat.slot] + 1 for beat in going)
+
+    def stranger(self, child: Child, slot: int) -> Stranger | None:
+        """The worker of a slot, where an agent or a shell stands between us and it."""
+        pid = self.beats.read(slot).pid
+        if slot in self.ends or pid in (0, child.pid):
+            return None
+        if slot not in self._strangers:
+            try:
+                stranger = Stranger(slot, pid)
+            except OSError:  # gone already: its parent will tell
+                return None
+            self._strangers[slot] = stranger
+            self._selector.register(stranger.handle, selectors.EVENT_READ, lambda: self._note_stranger(stranger))
+        return self._strangers[slot]
+
+    def end_all(self, seconds: float) -> None:
+        """End every worker without saving: told by its line, then by SIGTERM; after so many seconds by SIGKILL."""
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                os.write(line, link.PEER_DIED)
+        first = min(LINE_SECONDS, seconds / 2)
+        self._outlast(first)  # SIGTERM by itself would mean: save
+        for child in self.alive:
+            child.send_group(signal.SIGTERM)
+        self._outlast(seconds - first)
+        for child in self.alive:
+            child.send_group(signal.SIGKILL)
+        for stranger in self._strangers.values():
+            stranger.send(signal.SIGKILL)
+        self._outlast(LAST_SECONDS)
+        for child in self.children:  # a child that ran away may hold a pipe open: what is there is all we wait for
+            if child.pipe_open:
+                self._read(child)
+                child.close_pipe()
+
+    def clear(self) -> list[processes.Leaked]:
+        """The rest of the run's output, and its processes that nobody waited for: killed, and named."""
+        leaked = processes.kill_leaked(self.run_id)
+        for child in self.children:
+            child.read()
+            child.close_pipe()
+        return leaked
+
+    def close(self) -> None:
+        """Nobody is left, whatever has happened."""
+        for child in self.alive:
+            child.send_group(signal.SIGKILL)
+        self._outlast(LAST_SECONDS)
+        for child in self.children:
+            child.close_pipe()
+            child.output.close()
+        self._selector.close()
+        for line in self._lines:
+            os.close(line)
+        self.beats.close()
+        self.inbox.close()
+        shutil.rmtree(self.work, ignore_errors=True)
+        self._reaper.close()
+
+    def record(self, slot: int) -> dict[str, object]:
+        """What a worker has said about its failure."""
+        return failure.read_record(link.failure_path(self.work, slot))
+
+    def _outlast(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.alive and (left := deadline - time.monotonic()) > 0:
+            if self.inbox.received.count(signal.SIGINT) > 1:  # somebody has no patience
+                return
+            self.wait(min(left, 0.1))
+
+    def _listen(self, child: Child) -> None:
+        self._selector.register(child.pipe, selectors.EVENT_READ, lambda: self._read(child))
+
+    def _read(self, child: Child) -> None:
+        pipe = child.pipe
+        if not child.read() and pipe in self._selector.get_map():
+            self._selector.unregister(pipe)
+
+    def _drain_screen(self) -> None:
+        self.screen.drain()
+        if not self.screen.waiting:
+            self._selector.unregister(self.screen.descriptor)
+
+    def _pause(self, paused: bool) -> None:
+        """A reader that does not keep up makes workers wait, as it would without us; the watching goes on."""
+        self._paused = paused
+        for child in self.children:
+            if child.pipe_open and child.output.shown:
+                if paused:
+                    self._selector.unregister(child.pipe)
+                else:
+                    self._listen(child)
+
+    def _note_child(self, child: Child) -> None:
+        handle = child.handle
+        if not child.look():
+            return
+        self._selector.unregister(handle)
+        assert child.code is not None
+        slots = [slot for slot in child.proc.slots if slot not in self.ends]
+        if len(child.proc.slots) > 1 and child.code:  # an agent: whose failure does it pass on?
+            if any(self.ends[slot].code for slot in child.proc.slots if slot in self.ends):
+                return
+            told = [slot for slot in slots if self.record(slot)]
+            slots = (sorted(told, key=lambda slot: bool(self.record(slot).get("secondary"))) or slots)[:1]
+        for slot in slots:
+            self._note(slot, child.code, child.by_signal)
+
+    def _note_stranger(self, stranger: Stranger) -> None:
+        self._selector.unregister(stranger.handle)
+        code = stranger.look()
+        if stranger.slot not in self.ends:
+            self._note(stranger.slot, code, stranger.by_signal)
+
+    def _note(self, slot: int, code: int, by_signal: int) -> None:
+        """A worker has ended."""
+        section, record = self.beats.read(slot).section, self.record(slot)
+        if by_signal in STOPS:  # it came before the worker could listen
+            code, by_signal = STOPS[by_signal], 0
+        if code == Stranger.UNKNOWN:
+            told = record.get("exit_code")
+            code = told if isinstance(told, int) else int(section != "done")
+        early = code == 0 and section != "done" and self.stop is None
+        self.ends[slot] = End(slot, code, by_signal, early=early, record=record)
+        if code in ASKS and self.stop is None:
+            self.ask_to_stop(ASKS[code])
+
+
+def _open_line(path: Path) -> int:
+    """The launcher's end of a worker's lifeline: open for both, so that it neither waits for a reader nor fails."""
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _stdout_descriptor() -> int:
+    try:
+        return sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):  # captured, or closed
+        return -1
+
+
+def prefix_of(tag: str, style: str) -> bytes:
+    """What stands before every line of a worker."""
+    if not tag:
+        return b""
+    return f"{tag}:".encode() if style == "colon" else f"[{tag}] ".encode()

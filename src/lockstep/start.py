@@ -1,0 +1,262 @@
+"""How a run is started: in this process, by workers of our own, or by another launcher. Torch-free at import."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError, ExitCode, Stopped
+from lockstep.guard import say
+from lockstep.runtime import devices, env
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
+    from lockstep.launch.supervise import Proc
+    from lockstep.launch.torchrun import Meeting
+
+ROLE = "LOCKSTEP_ROLE"  # of a child that runs our own command line: `prepare` the dataset and end
+LOOPBACK = "127.0.0.1"
+NEVER_SECONDS = 1e9
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command line that trains, and how its workers are to be started."""
+
+    module: tuple[str, ...]  # what a worker runs, after `python -m`: lockstep, or a documented script, and its words
+    how: str = "auto"
+    nodes: int | None = None
+    node: int | None = None
+    address: str | None = None
+    port: int | None = None
+    single: bool = False  # a documented script of one process
+    log_folder: Path | None = None  # of the documented launcher logs: gpu_<id>.log
+    told: Callable[..., None] = field(default=say)
+
+    @staticmethod
+    def of(module: Sequence[str], argv: Sequence[str], asked: Namespace) -> Start:
+        """The start that a parsed command line asks for."""
+        words = (*module, *argv)
+        return Start(words, asked.launch, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port)
+
+
+def is_child() -> bool:
+    """Whether this process was started to do a part: by us or by another launcher."""
+    return bool(env.get(ROLE)) or (env.detect().launcher != "none" and env.node_place() is None)
+
+
+def start(loaded: Loaded, asked: Start) -> int:
+    """Train; the exit code."""
+    if env.get(ROLE) == "prepare":
+        return _prepare_as_child(loaded)
+    if is_child():
+        return _train(loaded)
+    if asked.how == "slurm":
+        return _by_slurm(loaded, asked)
+    on_cpu = _on_cpu(loaded)
+    gpus = _chosen(loaded, asked, on_cpu=on_cpu)
+    node, nodes = _nodes(asked)
+    alone = len(gpus) == 1 and nodes == 1
+    if asked.how == "inline" and not alone:
+        count = f"{nodes} x {len(gpus)}" if nodes > 1 else f"{len(gpus)}"
+        raise ConfigError(f"inline is one process, {count} workers were asked for", where="--launch", hint="--gpus 1")
+    if alone and asked.how in ("auto", "inline"):
+        if not on_cpu:
+            env.show_only(gpus[0])
+        return _train(loaded)
+    return _supervise(loaded, asked, gpus=gpus, on_cpu=on_cpu, place=(node, nodes))
+
+
+def _train(loaded: Loaded) -> int:
+    """In this process."""
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from lockstep.engine.train import train
+
+    try:
+        return int(train(loaded).exit_code)
+    except Stopped as stopped:
+        _requeue(int(stopped.exit_code))
+        raise
+
+
+def _prepare_as_child(loaded: Loaded) -> int:
+    from lockstep.report.logs import setup_logging
+
+    setup_logging(level=loaded.config.debug.log_level)
+    return prepare_data(loaded)
+
+
+def prepare_data(loaded: Loaded) -> int:
+    """Build or find the dataset of a configuration."""
+    import torch
+
+    from lockstep.engine.build import plan
+    from lockstep.engine.prepare import prepare
+    from lockstep.runtime import signals
+
+    with signals.listening():
+        planned = plan(loaded, torch.device("cpu"))
+        prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
+    return ExitCode.DONE
+
+
+def _on_cpu(loaded: Loaded) -> bool:
+    """Whether the CPU does the work. GPUs that were asked for by name are never replaced by it."""
+    device = loaded.config.system.device
+    if device == "auto" and "system.gpus" in _given(loaded):
+        return False
+    return device == "cpu" or (device == "auto" and not devices.visible_gpus())
+
+
+def _given(loaded: Loaded) -> set[str]:
+    """The settings that the user has made, in a file or on the command line."""
+    return {key for key, origin in loaded.origins.items() if origin.layer in ("file", "flag")}
+
+
+def _chosen(loaded: Loaded, asked: Start, *, on_cpu: bool) -> list[int]:
+    """The GPUs of this machine that take part; a script of one process takes the first unless it was told more."""
+    system, given = loaded.config.system, _given(loaded)
+    if "system.gpus" not in given and (asked.single or "system.device_id" in given):
+        visible = [gpu.index for gpu in devices.visible_gpus()] if not on_cpu else [int(env.gpu_label() or 0)]
+        if system.device_id < len(visible):
+            return [visible[system.device_id]]
+    if on_cpu and "system.gpus" not in given:
+        return [int(env.gpu_label() or 0)]  # one worker; it may have been given a label
+    return devices.choose(system.gpus, cpu=on_cpu, repeats=system.mode == "replicas")
+
+
+def _nodes(asked: Start) -> tuple[int, int]:
+    """(which machine this is, how many there are): as asked, else as SLURM says, else the only one."""
+    found = env.node_place()
+    node, nodes = asked.node, asked.nodes
+    if found and nodes is None:
+        return found
+    if (nodes or 1) == 1:
+        return 0, 1
+    assert nodes is not None
+    if node is None:
+        raise ConfigError("which of the machines is this?", where="--node-rank", hint=f"0 to {nodes - 1}")
+    if node >= nodes:
+        raise ConfigError(f"{node} of {nodes} machines", where="--node-rank", hint=f"0 to {nodes - 1}")
+    if not asked.address and not env.get("MASTER_ADDR"):
+        raise ConfigError("where is the first machine?", where="--master-addr", hint="--master-addr HOST")
+    return node, nodes
+
+
+def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: bool, place: tuple[int, int]) -> int:
+    from lockstep.launch.supervise import Watch, supervise
+    from lockstep.launch.torchrun import Meeting
+    from lockstep.runtime import signals
+
+    config, (node, nodes) = loaded.config, place
+    watch = Watch(
+        prefix=config.report.log_prefix,
+        show="all" if config.report.log_all_ranks else "first",
+        log_folder=asked.log_folder,
+        hang_seconds=config.system.hang_seconds,
+        slow_factor=config.system.slow_factor,
+        node=node,
+        nodes=nodes,
+    )
+    with signals.listening():  # until the supervisor listens itself
+        address, port = _rendezvous(asked, node=node, nodes=nodes)
+        for notice in (*loaded.notices, *([] if on_cpu else devices.busy_notices(gpus))):
+            asked.told(notice)
+        if (code := _prepare_first(loaded, asked)) != ExitCode.DONE:
+            return code
+        meeting = Meeting(node, nodes, address, port)
+        with _work_folder() as work:
+            outcome = supervise(_plan(asked, gpus, meeting, on_cpu=on_cpu, work=work), watch, work, asked.told)
+    if outcome.slow:
+        asked.told(f"[WARNING] slower than the other workers in this run: {', '.join(outcome.slow)}")
+    if node == 0:
+        _requeue(outcome.exit_code)
+    return outcome.exit_code
+
+
+def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
+    """Where the workers meet. A port that was given is used or refused, else a free one is taken."""
+    given = asked.port or (int(text) if (text := env.get("MASTER_PORT")).isdigit() else None)
+    address = asked.address or env.get("MASTER_ADDR")
+    if nodes > 1:
+        if not address:
+            address, port = env.rendezvous(env.detect())
+            return address, given or port
+        if given is None:
+            raise ConfigError("many machines need one port they all know", where="--master-port", hint="29500")
+        if node == 0:
+            env.check_port(given)
+        return address, given
+    if given is None:
+        return address or LOOPBACK, env.free_port(LOOPBACK)
+    env.check_port(given)
+    return address or LOOPBACK, given
+
+
+def _plan(asked: Start, gpus: Sequence[int], meeting: Meeting, *, on_cpu: bool, work: Path) -> list[Proc]:
+    from lockstep.launch import accelerate, torchrun, workers
+
+    makers = {"torchrun": torchrun.plan, "accelerate": accelerate.plan}
+    environ = env.child(TOKENIZERS_PARALLELISM=env.get("TOKENIZERS_PARALLELISM", "false"))
+    make = makers.get(asked.how, workers.plan)
+    return make(asked.module, gpus, cpu=on_cpu, environ=environ, work=work, meeting=meeting)
+
+
+@contextlib.contextmanager
+def _work_folder() -> Generator[Path]:
+    """Where a launcher and its workers meet; the supervisor's own helper removes it should this process be killed."""
+    work = Path(tempfile.mkdtemp(prefix="lockstep-"))
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _prepare_first(loaded: Loaded, asked: Start) -> int:
+    """Prepare the dataset before any worker starts; nothing to do where it is in the cache."""
+    from lockstep.engine.prepare import is_prepared
+
+    if is_prepared(loaded.config):
+        return ExitCode.DONE
+    from lockstep.launch.supervise import Proc, Watch, supervise
+
+    asked.told("Preparing dataset...")
+    command = (sys.executable, "-m", *asked.module)
+    child = Proc(tag="", slots=(0,), command=command, environ=env.child(**{ROLE: "prepare"}))
+    with _work_folder() as work:
+        return supervise([child], Watch(show="all", hang_seconds=NEVER_SECONDS), work, asked.told).exit_code
+
+
+def _by_slurm(loaded: Loaded, asked: Start) -> int:
+    """Inside an allocation: one launcher on each of its nodes. Outside: submit the script that does that."""
+    from lockstep.arguments import without
+    from lockstep.launch import scripts, slurm
+    from lockstep.launch.supervise import Watch, supervise
+
+    words = without(asked.module, "--launch", "--nodes")
+    environ = env.child()
+    if slurm.in_allocation(environ):
+        nodes = asked.nodes or int(env.get("SLURM_NNODES", "1"))
+        procs = slurm.plan((*words, "--launch", "workers"), nodes, environ=environ)
+        with _work_folder() as work:
+            return supervise(procs, Watch(show="all", hang_seconds=NEVER_SECONDS), work, asked.told).exit_code
+    gpus = loaded.config.system.gpus
+    count = int(gpus) if gpus.isdecimal() else max(1, len([part for part in gpus.split(",") if part.isdecimal()]))
+    text = scripts.script("slurm", words[2:], nodes=asked.nodes or 1, gpus=count, name=loaded.config.run.name or "")
+    asked.told(f"Submitted SLURM job {slurm.submit(text)}")
+    return ExitCode.DONE
+
+
+def _requeue(exit_code: int) -> None:
+    """A job that was asked to make room goes back to the queue."""
+    from lockstep.launch.slurm import requeue_once
+
+    if said := requeue_once(env.detect(), exit_code):
+        say(said)

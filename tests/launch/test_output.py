@@ -1,0 +1,193 @@
+"""Output on its way: whole lines whatever the chunks, prefixed, scrubbed, at a constant price."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.output import HELD_BYTES, LONGEST_LINE_BYTES, Lines, LogFile, Output, Screen, prefixed
+from lockstep.runtime import env, scrub
+from tests.launch import harness
+from tests.launch.test_faults import LAUNCHER, ROOT
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (b"a\nb\n", [b"a", b"b"]),
+        (b"a\nb", [b"a", b"b"]),
+        (b"a\r\nb\r\n", [b"a", b"b"]),
+        (b"10%\r20%\r30%\n", [b"10%", b"20%", b"30%"]),
+        (b"10%\r20%\r", [b"10%", b"20%"]),
+        (b"\n\nx\n", [b"", b"", b"x"]),
+        (b"", []),
+    ],
+)
+def test_lines_whatever_the_chunks(text: bytes, lines: list[bytes]) -> None:
+    for cut in range(len(text) + 1):
+        for second in range(cut, len(text) + 1):
+            splitter = Lines()
+            parts = [splitter.feed(part) for part in (text[:cut], text[cut:second], text[second:]) if part]
+            assert all(not part or part.endswith(b"\n") for part in parts)
+            assert (b"".join(parts) + splitter.end()).split(b"\n")[:-1] == lines, (cut, second)
+
+
+def test_lines_of_a_megabyte_and_without_end() -> None:
+    splitter = Lines()
+    line = b"x" * (1 << 20)
+    out = b"".join(splitter.feed(line[begin : begin + 65536]) for begin in range(0, len(line), 65536))
+    assert out == b""
+    assert splitter.feed(b"\n") == line + b"\n"
+    cut = [splitter.feed(b"y" * 65536) for _ in range(2 * LONGEST_LINE_BYTES // 65536)]
+    assert any(cut), "a worker that never ends its line does not fill our memory"
+
+
+def test_scrubbing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_canary_123")
+    clean = scrub.bytes_scrubber()
+    assert clean(b"plain \t text\n") == b"plain \t text\n"
+    assert clean(b"token hf_canary_123 here\n") == b"token *** here\n"
+    assert clean(b"hf_\x1b[31mcanary\x1b[0m_123\n") == b"***\n", "not even behind an escape sequence"
+    assert clean("Grüße ✅\n".encode()) == "Grüße ✅\n".encode()
+    assert clean(b"bad \xff\xfe utf-8\n") == rb"bad \xff\xfe utf-8" + b"\n"
+    assert clean(b"\x1b]0;title\x07bell\x07\x00 \x9b31m\xc2\x9b32m\n") == rb"bell \x9b31m" + b"\n"
+    assert "hf_canary_123" in env.secrets()
+
+
+def test_prefix_is_on_every_line() -> None:
+    assert prefixed(b"[GPU2] ", b"a\n\nb\n") == b"[GPU2] a\n[GPU2] \n[GPU2] b\n"
+    assert prefixed(b"GPU2:", b"INFO | x\n") == b"GPU2:INFO | x\n"
+    assert prefixed(b"", b"a\n") == b"a\n"
+
+
+def test_output_before_the_file_is_known(tmp_path: Path) -> None:
+    output = Output(b"", lambda data: data, None)
+    output.feed(b"early\n")
+    output.add_file(LogFile(tmp_path / "now.txt", pytest.fail))
+    output.feed(b"later\nrest")
+    output.add_file(LogFile(tmp_path / "last.txt", pytest.fail), last=True)
+    output.end()
+    output.close()
+    assert (tmp_path / "now.txt").read_bytes() == b"later\nrest\n"
+    assert (tmp_path / "last.txt").read_bytes() == b"early\nlater\nrest\n"
+
+
+def test_held_output_is_bounded(tmp_path: Path) -> None:
+    output = Output(b"", lambda data: data, None)
+    line = b"x" * 65535 + b"\n"
+    for _ in range(2 * HELD_BYTES // len(line)):
+        output.feed(line)
+    output.add_file(LogFile(tmp_path / "last.txt", pytest.fail), last=True)
+    output.close()
+    assert HELD_BYTES // 2 < (tmp_path / "last.txt").stat().st_size <= HELD_BYTES
+
+
+def test_full_disk_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "gpu_0.log").symlink_to("/dev/full")
+    said: list[str] = []
+    file = LogFile(tmp_path / "gpu_0.log", said.append)
+    for _ in range(3):
+        file.write(b"line\n")
+    file.close()
+    nowhere = LogFile(tmp_path / "gpu_0.log" / "x", said.append)
+    nowhere.write(b"line\n")
+    assert len(said) == 2
+    assert "No space left" in said[0]
+
+
+def test_screen_never_blocks() -> None:
+    read_end, write_end = os.pipe()
+    screen = Screen(write_end)
+    begin = time.monotonic()
+    for _ in range(40):
+        screen.put(b"y" * 65536)
+    assert time.monotonic() - begin < 1
+    assert screen.full
+    received = 0
+    while screen.waiting:
+        received += len(os.read(read_end, 1 << 16))
+        screen.drain()
+    os.close(write_end)
+    while chunk := os.read(read_end, 1 << 16):
+        received += len(chunk)
+    os.close(read_end)
+    assert received == 40 * 65536
+
+
+def test_screen_whose_reader_left() -> None:
+    read_end, write_end = os.pipe()
+    screen = Screen(write_end)
+    os.close(read_end)
+    screen.put(b"line\n")
+    os.close(write_end)
+    assert screen.closed
+    assert not screen.waiting
+
+
+def test_everything_arrives_and_files_equal_the_screen(tmp_path: Path) -> None:
+    """Contract 60: gpu_<id>.log is the screen without its prefix; a partial last line and odd bytes arrive too."""
+    logs = tmp_path / "logs"
+    odd = r"import sys; sys.stdout.buffer.write(b'\xff odd \x1b[31mred\x1b[0m\n' + b'z' * (1 << 20) + b'\nlast'); "
+    script = odd + "import os; os.environ['HF_TOKEN'] and print(' ' + os.environ['HF_TOKEN'], end='')"
+    job = harness.run(
+        [sys.executable, "-c", LAUNCH_ANY, script, str(logs)], cwd=ROOT, HF_TOKEN="hf_canary_9", seconds=20
+    )
+    assert job.code == 0, job.out
+    lines = [line for line in job.out.split("\n") if line.startswith("[GPU0] ")]
+    assert [line[7:] for line in lines] == [r"\xff odd red", "z" * (1 << 20), "last ***"]
+    assert (logs / "gpu_0.log").read_text() == "".join(line[7:] + "\n" for line in lines)
+    assert (logs / "gpu_1.log").read_text() == (logs / "gpu_0.log").read_text()
+    assert "[GPU1]" not in job.out, "the others go to files only"
+
+
+LAUNCH_ANY = """
+import os, sys, tempfile
+from pathlib import Path
+from lockstep.guard import say
+from lockstep.launch.supervise import Proc, Watch, supervise
+work = Path(tempfile.mkdtemp(prefix="lockstep-"))
+procs = [Proc(f"GPU{n}", (n,), (sys.executable, "-c", sys.argv[1]), dict(os.environ)) for n in range(2)]
+sys.exit(supervise(procs, Watch(log_folder=Path(sys.argv[2])), work, say).exit_code)
+"""
+
+
+def cpu_seconds(tmp_path: Path, name: str, lines: int) -> float:
+    """What the launcher itself spends on so many lines."""
+    code = (
+        "import os, sys; from tests.launch.launcher import main; main(sys.argv[1:]); "
+        "t = os.times(); sys.stderr.write(f'own {t.user + t.system}')"
+    )
+    options = f"steps=20,rate=200,noise={lines // 40}"
+    command = [sys.executable, "-c", code, "2", str(tmp_path / name)]
+    answer = subprocess.run(command, cwd=ROOT, env=os.environ | {"STUB_OPTIONS": options}, capture_output=True)
+    assert answer.stdout.count(b"\n") >= lines
+    return float(answer.stderr.decode().rpartition("own ")[2])
+
+
+def test_ten_thousand_lines_a_second(tmp_path: Path) -> None:
+    """Contract 175: 10,000 lines a second, though each is written by itself, leave the launcher mostly idle."""
+    base = cpu_seconds(tmp_path, "base", 400)
+    much = cpu_seconds(tmp_path, "much", 40_000)
+    assert much - base < 0.8, f"{1e6 * (much - base) / 4e4:.1f} us a line"
+
+
+def test_random_chunks_arrive_whole() -> None:
+    chance = random.Random(3)
+    text = b"".join(chance.randbytes(chance.randrange(60)).replace(b"\r", b"") + b"\n" for _ in range(2000))
+    splitter, out, at = Lines(), b"", 0
+    while at < len(text):
+        size = chance.randrange(1, 200)
+        out += splitter.feed(text[at : at + size])
+        at += size
+    assert out + splitter.end() == text
+
+
+def test_launchers_prefix_styles(tmp_path: Path) -> None:
+    ended = harness.run([*LAUNCHER, "1", str(tmp_path / "run"), "prefix=colon"], cwd=ROOT, STUB_OPTIONS="steps=2")
+    assert "GPU0:Step [1] rank 0" in ended.out

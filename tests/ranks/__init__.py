@@ -1,0 +1,1 @@
+"""Several processes as one run: real ranks with gloo on this machine."""

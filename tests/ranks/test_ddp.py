@@ -1,0 +1,118 @@
+"""One model on several ranks is the model of one process with the same global batch."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.runtime.group import Group
+from tests.ranks.data_parallel import EVERYTHING, Trained, end, train
+from tests.ranks.pool import Pool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("shared_cache")]
+
+EXACT, SINGLE = 1e-9, 1e-4
+CASES: dict[str, tuple[dict[str, Any], bool, float]] = {  # settings, odd batches, tolerance
+    "fp64": ({"training.precision": "fp64"}, False, EXACT),
+    "fp64-everything": ({"training.precision": "fp64", **EVERYTHING}, True, EXACT),
+    "fp32-everything": (EVERYTHING, True, SINGLE),
+}
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process makes of a case, trained once."""
+
+    @functools.cache
+    def trained(name: str) -> Trained:
+        settings, odd, _ = CASES[name]
+        return train(Group(), tmp_path_factory.mktemp("one"), settings, odd)
+
+    return trained
+
+
+def difference(one: Trained, other: Trained) -> float:
+    """The largest relative difference of any loss, norm, measure or weight."""
+    measures = (np.array([trained.validation[name] for name in sorted(one.validation)]) for trained in (one, other))
+    weights = np.linalg.norm(one.weights - other.weights) / np.linalg.norm(one.weights)
+    return max(relative(np.array(one.numbers), np.array(other.numbers)), relative(*measures), float(weights))
+
+
+def relative(one: Any, other: Any) -> float:
+    return float(np.max(np.abs(one - other) / np.abs(one)))
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("fp64", 2),
+        pytest.param("fp64", 3, marks=pytest.mark.slow),
+        ("fp64", 4),
+        *(("fp64-everything", world) for world in (2, 3, 4)),
+        *(pytest.param("fp32-everything", world, marks=pytest.mark.slow) for world in (2, 4)),
+        ("fp32-everything", 3),
+    ],
+)
+def test_ranks_equal_one_process_over_50_steps(
+    ranks: Pool, one_process: Any, tmp_path: Path, name: str, world: int
+) -> None:
+    settings, odd, tolerance = CASES[name]
+    results = ranks(world, train, tmp_path, settings, odd)
+    alone = one_process(name)
+    assert len(alone.numbers) == 50
+    assert alone.numbers[-1][0] < alone.numbers[0][0], "it must learn, or equality says little"
+    assert difference(alone, results[0]) < tolerance
+    for other in results[1:]:  # among themselves: the same bits
+        assert other.numbers == results[0].numbers
+        assert other.validation == results[0].validation
+        assert np.array_equal(other.weights, results[0].weights)
+
+
+@pytest.mark.parametrize("mistake", ["local weights", "average", "average of local means"])
+def test_what_others_do_is_seen_to_differ(ranks: Pool, one_process: Any, tmp_path: Path, mistake: str) -> None:
+    """Negative control: unequal weights make each of these another training."""
+    settings, odd, _ = CASES["fp64-everything"]
+    wrong = ranks(2, train, tmp_path, {**settings, "training.max_steps": 3}, odd, mistake)
+    right = one_process("fp64-everything").numbers[:3]
+    assert relative(np.array(right), np.array(wrong[0].numbers)) > 1e-3
+
+
+@pytest.mark.parametrize("fault", ["nan_loss@rank=1,step=3", "nan_grad@rank=2,step=3", "inf_loss@rank=0,step=3"])
+def test_nan_on_one_rank_stops_all_at_the_same_step(
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULT", fault)
+    results = ranks(3, end, tmp_path, {"training.max_steps": 8})
+    assert {(result.kind, result.code, result.step) for result in results} == {("NonFiniteError", 71, 3)}
+    assert len({result.digest for result in results}) == 1
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULT", "inf_grad@rank=1,step=2")
+    results = ranks(2, end, tmp_path, {"training.max_steps": 5, "training.precision": "fp16"})
+    assert [result.kind for result in results] == ["", ""]
+    assert len({(result.digest, result.step, tuple(result.losses)) for result in results}) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_stop_wish_of_one_rank_stops_all_after_the_same_step(ranks: Pool, tmp_path: Path, rank: int) -> None:
+    results = ranks(3, end, tmp_path, {"training.max_steps": 30}, {rank: int(signal.SIGUSR1)})
+    assert {(result.kind, result.code) for result in results} == {("Stopped", 75)}
+    (step,) = {result.step for result in results}
+    assert 4 < step <= 7
+    assert len({result.digest for result in results}) == 1
+    assert (tmp_path / "checkpoints" / f"step_{step:08d}").is_dir()
+
+
+def test_different_signals_end_all_with_one_code(ranks: Pool, tmp_path: Path) -> None:
+    heard = {0: int(signal.SIGINT), 1: int(signal.SIGTERM), 2: int(signal.SIGTERM)}
+    results = ranks(3, end, tmp_path, {"training.max_steps": 30}, heard)
+    assert {result.code for result in results} == {143}
+    assert len({result.step for result in results}) == 1
