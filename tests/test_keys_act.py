@@ -20,6 +20,7 @@ from lockstep.engine import build, loop, train
 from lockstep.report.jsonl import read_events
 from lockstep.report.logs import close_logging
 from lockstep.runtime import determinism, hardware
+from lockstep.runtime.marks import NoMarks
 from tests.config.test_documented_keys import ACTS, REFUSED
 from tests.conftest import Outcome
 from tests.gates.training import flags, run
@@ -94,6 +95,10 @@ ELSEWHERE: dict[str, str] = {
     "checkpoint.resume": "test_resume_from_a_documented_file_and_auto",
     "checkpoint.allow_mismatch": "test_a_foreign_configuration_is_refused_with_the_difference",
     "report.progress": "test_plain_lines_on_a_terminal",
+    **dict.fromkeys(
+        ("system.gpus", "system.mode", "system.hang_seconds", "system.slow_factor", "report.log_all_ranks"),
+        "test_settings_reach_the_workers",
+    ),
     "report.profile": "test_logs_profile_and_settings_that_act",
     # below, in this file
     "system.device": "test_the_device_is_the_one_that_was_named",
@@ -269,12 +274,20 @@ def test_the_cache_is_emptied_when_due(
 ) -> None:
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    council = SimpleNamespace(
+        fetch=lambda *_: [], agreed=SimpleNamespace(stop=None, tokens=0), look_ahead=lambda *_: None
+    )
     parts: Any = SimpleNamespace(
         config=loaded({"system.empty_cache_interval": interval}).config,
         device=device,
         faults=SimpleNamespace(armed=False),
         batches=iter([[]] * 10),
-        stepper=SimpleNamespace(launch=lambda *_: None),
+        council=council,
+        link=NoMarks(),
+        stop=None,
+        stopping=False,
+        stepper=SimpleNamespace(launch=lambda *_: None, waited_seconds=0.0),
+        pace=SimpleNamespace(own=0.0),
     )
     for step in range(10):
         loop.launch(parts, step)

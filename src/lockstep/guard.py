@@ -67,7 +67,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:  # in the instant between two handlers
         code = int(ExitCode.INTERRUPTED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if env.detect().world > 1:  # what is left of the exchange with a dead peer must not keep this process
+    if _place().world > 1:  # what is left of the exchange with a dead peer must not keep this process
         if compiler := sys.modules.get("torch._inductor.async_compile"):
             with contextlib.suppress(Exception):  # its helpers end when asked, and later by themselves
                 compiler.shutdown_compile_workers()
@@ -78,9 +78,17 @@ def leave(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def _place() -> env.Env:
+    """Which worker this is; variables that make no sense have been complained of, and make it none."""
+    try:
+        return env.detect()
+    except LockstepError:
+        return env.Env()
+
+
 def _tell_launcher(error: BaseException, code: int) -> None:
     """A worker's own account of its end, for whoever watches it; one that the run has written already stays."""
-    place = env.detect()
+    place = _place()
     if place.launcher == "none":
         return
     from lockstep.launch.link import attach

@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,7 +173,8 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
             return code
         meeting = Meeting(node, nodes, address, port)
         with _work_folder() as work:
-            outcome = supervise(_plan(asked, gpus, meeting, on_cpu=on_cpu, work=work), watch, work, asked.told)
+            procs = _plan(asked, gpus, meeting, on_cpu=on_cpu, environ=_environment(loaded), work=work)
+            outcome = supervise(procs, watch, work, asked.told)
     if outcome.slow:
         asked.told(f"[WARNING] slower than the other workers in this run: {', '.join(outcome.slow)}")
     if node == 0:
@@ -200,11 +201,28 @@ def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
     return address or LOOPBACK, given
 
 
-def _plan(asked: Start, gpus: Sequence[int], meeting: Meeting, *, on_cpu: bool, work: Path) -> list[Proc]:
+def _environment(loaded: Loaded) -> dict[str, str]:
+    """Of every worker. With NCCL_DEBUG and a log folder, NCCL writes there, a file per worker."""
+    changes = {"TOKENIZERS_PARALLELISM": env.get("TOKENIZERS_PARALLELISM", "false")}
+    folder = loaded.config.system.log_dir
+    if folder and env.get("NCCL_DEBUG") and not env.get("NCCL_DEBUG_FILE"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        changes["NCCL_DEBUG_FILE"] = str(Path(folder).absolute() / "nccl.%h.%p.log")
+    return env.child(**changes)
+
+
+def _plan(
+    asked: Start,
+    gpus: Sequence[int],
+    meeting: Meeting,
+    *,
+    on_cpu: bool,
+    environ: Mapping[str, str],
+    work: Path,
+) -> list[Proc]:
     from lockstep.launch import accelerate, torchrun, workers
 
     makers = {"torchrun": torchrun.plan, "accelerate": accelerate.plan}
-    environ = env.child(TOKENIZERS_PARALLELISM=env.get("TOKENIZERS_PARALLELISM", "false"))
     make = makers.get(asked.how, workers.plan)
     return make(asked.module, gpus, cpu=on_cpu, environ=environ, work=work, meeting=meeting)
 

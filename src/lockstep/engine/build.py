@@ -247,11 +247,11 @@ def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkp
     rows = world * micro * count
     if saved_rows is None or saved_rows == rows:
         return
-    fits = [
-        f"{flag} {saved_rows // one}"
-        for flag, one in (("--gpus", micro * count), ("--training.grad-accum-nums", micro * world))
-        if saved_rows % one == 0
-    ]
+    ways = (
+        ("--gpus {}", micro * count),
+        ("--training.grad-accum-nums {} --checkpoint.allow-mismatch true", micro * world),
+    )
+    fits = [flags.format(saved_rows // one) for flags, one in ways if saved_rows % one == 0]
     raise ConfigError(
         f"the checkpoint has {saved_rows} rows in each global batch, this run {rows}: {world} workers x batch_size "
         f"{micro} x grad_accum_nums {count}",

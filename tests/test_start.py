@@ -1,0 +1,240 @@
+"""Who trains: this process, our workers, or another launcher; and with what. No worker is started here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import start as starting
+from lockstep.config.load import Loaded
+from lockstep.errors import ConfigError, ExitCode, Stopped
+from lockstep.launch import slurm
+from lockstep.launch import supervise as supervising
+from lockstep.launch.supervise import Outcome, Proc, Watch
+from tests.conftest import Outcome as Said
+from tests.fake_smi import gpu, plant
+
+Cli = Callable[..., Said]
+TINY = ("train", "llama", "tiny", "--device", "cpu")
+
+
+@dataclass
+class Seen:
+    """What the supervisor was asked for."""
+
+    procs: Sequence[Proc] = ()
+    watch: Watch = field(default_factory=Watch)
+    inline: list[Loaded] = field(default_factory=list)
+    outcome: Outcome = field(default_factory=lambda: Outcome(0))
+
+    @property
+    def variables(self) -> list[dict[str, str]]:
+        return [dict(proc.environ) for proc in self.procs]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Nothing is started: what would be is remembered. The dataset counts as prepared."""
+    found = Seen()
+
+    def supervise(procs: Sequence[Proc], watch: Watch, work: Path, say: Any) -> Outcome:
+        assert work.is_dir()
+        assert work.stat().st_mode & 0o777 == 0o700
+        found.procs, found.watch = procs, watch
+        say("supervised")
+        return found.outcome
+
+    def train(loaded: Loaded) -> int:
+        found.inline.append(loaded)
+        return 0
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "GPU_RANK", "NCCL_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(supervising, "supervise", supervise)
+    monkeypatch.setattr(starting, "_train", train)
+    monkeypatch.setattr("lockstep.engine.prepare.is_prepared", lambda _: True)
+    return found
+
+
+def test_one_worker_needs_no_launcher(lockstep: Cli, seen: Seen) -> None:
+    assert lockstep(*TINY).code == 0
+    assert lockstep(*TINY, "--gpus", "1").code == 0
+    assert len(seen.inline) == 2
+    assert not seen.procs
+    assert lockstep(*TINY, "--launch", "workers").code == 0
+    assert len(seen.procs) == 1
+
+
+def test_settings_reach_the_workers(lockstep: Cli, seen: Seen) -> None:
+    """system.gpus, system.mode, system.hang_seconds, system.slow_factor, report.log_all_ranks."""
+    words = ("--gpus", "0,2", "--mode", "replicas", "system.hang_seconds=7", "system.slow_factor=1.5")
+    assert lockstep(*TINY, *words).code == 0
+    assert [proc.tag for proc in seen.procs] == ["GPU0", "GPU2"]
+    assert seen.watch.hang_seconds == 7
+    assert seen.watch.slow_factor == 1.5
+    assert seen.watch.show == "first"
+    for rank, variables in enumerate(seen.variables):
+        assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank)
+        assert variables["WORLD_SIZE"] == "2"
+        assert "CUDA_VISIBLE_DEVICES" not in variables, "CPU workers"
+    assert seen.procs[0].command[1:] == ("-m", "lockstep", *TINY, *words), "the same command line"
+    assert lockstep(*TINY, *words, "--log-all-ranks", "--log-prefix", "colon").code == 0
+    assert seen.watch.show == "all"
+    assert seen.watch.prefix == "colon"
+
+
+def test_every_gpu_by_default(lockstep: Cli, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path / "bin", monkeypatch, [gpu(index) for index in range(4)])
+    assert lockstep("train", "llama", "tiny").code == 0
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in seen.variables] == ["0", "1", "2", "3"]
+    assert [variables["HIP_VISIBLE_DEVICES"] for variables in seen.variables] == ["0", "1", "2", "3"]
+    assert {variables["CUDA_DEVICE_ORDER"] for variables in seen.variables} == {"PCI_BUS_ID"}
+    assert lockstep("train", "llama", "tiny", "--mode", "replicas", "--gpus", "1,1").code == 0
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in seen.variables] == ["1", "1"]
+    assert [proc.tag for proc in seen.procs] == ["GPU0", "GPU1"], "told apart by their own numbers"
+    assert lockstep("train", "llama", "tiny", "--gpus", "1,1").code == 2
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPU_RANK"):
+        monkeypatch.setenv(name, "0")  # whatever is set meanwhile is taken back
+        monkeypatch.delenv(name)
+    assert lockstep("train", "llama", "tiny", "system.device_id=2").code == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+    assert len(seen.inline) == 1
+
+
+def test_gpus_that_are_not_there_are_refused(lockstep: Cli, seen: Seen) -> None:
+    refused = lockstep("train", "llama", "tiny", "--gpus", "2")
+    assert refused.code == 2
+    assert "--device cpu --gpus 2" in refused.err
+    assert not seen.procs
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--nodes", "2"), "--node-rank"),
+        (("--nodes", "2", "--node-rank", "2"), "--node-rank"),
+        (("--nodes", "2", "--node-rank", "1"), "--master-addr"),
+        (("--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"), "--master-port"),
+        (("--gpus", "2", "--launch", "inline"), "--launch"),
+        (("--launch", "nonsense"), "--launch"),
+        (("--gpus", "2", "--master-port", "99999"), "99999"),
+    ],
+)
+def test_what_cannot_be(lockstep: Cli, seen: Seen, words: tuple[str, ...], says: str) -> None:
+    refused = lockstep(*TINY, *words)
+    assert refused.code == 2, refused.text
+    assert says in refused.err
+    assert not seen.procs
+
+
+def test_many_machines(lockstep: Cli, seen: Seen) -> None:
+    place = ("--nodes", "3", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500")
+    assert lockstep(*TINY, "--gpus", "2", *place).code == 0
+    assert [variables["RANK"] for variables in seen.variables] == ["2", "3"]
+    assert {(v["WORLD_SIZE"], v["MASTER_ADDR"], v["MASTER_PORT"]) for v in seen.variables} == {
+        ("6", "10.0.0.1", "29500")
+    }
+    assert (seen.watch.node, seen.watch.nodes) == (1, 3)
+
+
+def test_a_given_port_is_used_or_refused(lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        refused = lockstep(*TINY, "--gpus", "2", "--master_port", port)
+        assert refused.code == 2
+        assert f"port {port} is taken by process {os.getpid()}" in refused.err
+    assert lockstep(*TINY, "--gpus", "2", "--master_port", port).code == 0
+    assert seen.variables[0]["MASTER_PORT"] == port
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
+    assert lockstep(*TINY, "--gpus", "2").code == 0
+    assert seen.variables[0]["MASTER_ADDR"] == "127.0.0.2"
+    assert seen.variables[0]["MASTER_PORT"] != port, "a free one"
+
+
+def test_other_launchers_are_started_as_one_process(lockstep: Cli, seen: Seen) -> None:
+    for how, word in (("torchrun", "torch.distributed.run"), ("accelerate", "accelerate.commands.launch")):
+        assert lockstep(*TINY, "--gpus", "3", "--launch", how).code == 0
+        (agent,) = seen.procs
+        assert word in agent.command
+        assert agent.slots == (0, 1, 2)
+
+
+def test_nccl_writes_to_a_file_per_worker(
+    lockstep: Cli, seen: Seen, in_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract item 121."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert lockstep(*TINY, "--gpus", "2").code == 0
+    assert {v["NCCL_DEBUG"] for v in seen.variables} == {"INFO"}
+    assert "NCCL_DEBUG_FILE" not in seen.variables[0]
+    assert lockstep(*TINY, "--gpus", "2", "--log-dir", "logs").code == 0
+    assert seen.variables[0]["NCCL_DEBUG_FILE"] == str(in_dir / "logs" / "nccl.%h.%p.log")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "mine")
+    assert lockstep(*TINY, "--gpus", "2", "--log-dir", "logs").code == 0
+    assert seen.variables[0]["NCCL_DEBUG_FILE"] == "mine"
+
+
+def test_a_worker_trains_and_launches_nobody(lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert lockstep(*TINY, "--gpus", "2").code == 0
+    assert len(seen.inline) == 1
+    assert not seen.procs
+
+
+@pytest.mark.parametrize(("code", "node", "times"), [(75, 0, 1), (75, 1, 0), (143, 0, 0), (0, 0, 0)])
+def test_a_preempted_job_is_requeued_by_the_first_node(
+    code: int, node: int, times: int, lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(slurm, "requeue_once", lambda _env, exit_code: asked.append(exit_code) or None)
+    seen.outcome = Outcome(code)
+    place = ("--nodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", "0")
+    port = ("--master-port", str(starting.env.free_port()))
+    assert lockstep(*TINY, *place[:-2], *port).code == code
+    assert [each for each in asked if each == ExitCode.PREEMPTED] == [75] * times
+
+
+def test_a_signal_before_the_workers_start_ends_the_launcher(
+    lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(*_: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not heard")
+
+    monkeypatch.setattr(starting, "_prepare_first", prepare)
+    assert lockstep(*TINY, "--gpus", "2").code == ExitCode.TERMINATED
+    assert not seen.procs
+
+
+def test_an_inline_run_that_was_preempted_is_requeued(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(_: object) -> None:
+        raise Stopped("stopped by SIGUSR1", exit_code=ExitCode.PREEMPTED)
+
+    asked: list[int] = []
+    monkeypatch.setattr(slurm, "requeue_once", lambda _env, exit_code: asked.append(exit_code) or None)
+    monkeypatch.setattr("lockstep.engine.train.train", stopped)
+    with pytest.raises(Stopped):
+        starting._train(None)  # type: ignore[arg-type] - not looked at
+    assert asked == [75]
+
+
+def test_numbers_that_do_not_fit_together_are_told_by_their_variable(
+    lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = lockstep(*TINY)
+    assert refused.code == 2
+    assert "RANK=5" in refused.err
+    with pytest.raises(ConfigError):
+        starting.is_child()
