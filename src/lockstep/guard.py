@@ -96,7 +96,8 @@ def _tell_launcher(error: BaseException, code: int) -> None:
     if not isinstance(error, Stopped):
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         record = {"exit_code": code, "rank": place.rank, "gpu": place.tag, "node": place.node, "kind": "exception"}
-        attach(place).fail(record | {"cause": env.redact(cause), "secondary": getattr(error, "secondary", False)})
+        more = {"secondary": getattr(error, "secondary", False), "next": getattr(error, "hint", "")}
+        attach(place).fail(record | more | {"cause": env.redact(cause)})
 
 
 def _preempted(_number: int, _frame: object) -> NoReturn:

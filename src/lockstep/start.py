@@ -167,7 +167,8 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
     )
     with signals.listening():  # until the supervisor listens itself
         address, port = _rendezvous(asked, node=node, nodes=nodes)
-        for notice in (*loaded.notices, *([] if on_cpu else devices.busy_notices(gpus))):
+        found = [] if on_cpu else [f"Detected {len(devices.visible_gpus())} GPU(s)", *devices.busy_notices(gpus)]
+        for notice in (*loaded.notices, *found):
             asked.told(notice)
         if (code := _prepare_first(loaded, asked)) != ExitCode.DONE:
             return code

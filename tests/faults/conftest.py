@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +35,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cache(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every trainer of the test finds the dataset prepared."""
+def cache(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Every trainer of the test finds the dataset prepared, and ends with the test."""
     monkeypatch.setenv("DATASET_CACHE_DIR", str(prepared))
-    return prepared
+    yield prepared
+    for job in trainer.STARTED:
+        if job.process.poll() is None:
+            job.end()
+    trainer.STARTED.clear()
 
 
 @dataclass(frozen=True)

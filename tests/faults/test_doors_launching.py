@@ -216,8 +216,8 @@ def test_eight_jobs_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trial", range(5))
 def test_two_runs_of_one_name(tmp_path: Path, whole: Whole, trial: int) -> None:
     """Item 173: the second is refused, and the first ends as if nothing had been; also when it tries to resume it."""
-    job = trainer.start(tmp_path, way=("direct", "script")[trial % 2], LOCKSTEP_FAULT="hang@seconds=0.3")
-    trainer.wait_for_step(job, 1)
+    job = trainer.start(tmp_path, way=("direct", "script")[trial % 2], LOCKSTEP_FAULT="hang@seconds=0.5")
+    trainer.wait_for_step(job, 11)  # something is saved by then
     second = trainer.resume(tmp_path) if trial % 2 else trainer.run(tmp_path)
     assert second.code == 2, second.out
     assert "another process is training" in second.out or "exists already" in second.out

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import rundir
 from tests.faults import trainer
 from tests.faults.conftest import Whole
 from tests.faults.trainer import trials
@@ -37,6 +38,8 @@ def test_a_worker_that_stands_still(tmp_path: Path, how: str, section: str, tria
     ended = job.finish(60)
     run = trainer.run_folder(tmp_path)
     words = "is stopped (SIGSTOP)" if how == "stop" else "hangs"
+    if how == "stop":  # to show its stack it had to run again: what it then began to save is swept by the next start
+        rundir.sweep(run / "checkpoints")
     record = harness.check_failure(ended, run, code=124, rank=rank, cause=f"{words}: no sign of life for")
     assert (record["kind"], record["section"]) == ("hang", section), record
     for tag in ("GPU0", "GPU1"):

@@ -31,6 +31,7 @@ WAYS = {  # how a user starts it; {} are the words that follow
 }
 START_SECONDS = 120.0  # of a busy machine
 END_SECONDS = 180.0
+STARTED: list[harness.Job] = []  # by the test at hand: one that fails leaves nobody behind
 
 
 def trials(*cases: Any, default: Iterable[Any] = (), times: int = 5) -> list[Any]:
@@ -53,7 +54,9 @@ def start(cwd: Path, *words: str, way: str = "direct", workers: int = 2, **envir
     count = () if "--gpus" in words else ("--gpus", str(workers))
     steps = () if "--max-steps" in words else ("--max-steps", str(STEPS))
     every = ("--device", "cpu", *count, *steps, *named, *QUIET, *words)
-    return harness.start(["bash", "-c", WAYS[way].format(shlex.join(every))], cwd=cwd, **_hurt(environ))
+    job = harness.start(["bash", "-c", WAYS[way].format(shlex.join(every))], cwd=cwd, **_hurt(environ))
+    STARTED.append(job)
+    return job
 
 
 def _hurt(environ: dict[str, str]) -> dict[str, str]:

@@ -67,6 +67,7 @@ def train(loaded: Loaded) -> Result:
         group = join(place, device, timeout_seconds=system.hang_seconds)
         closing.callback(group.close)
         link.enter("start")
+        link.tell_limit(system.hang_seconds)
         bell, addresses = nodes.gather(place, group)
         if bell:
             closing.callback(bell.close)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.children import Child
+from lockstep.launch.children import Child, Proc
 
 RULE = "=" * 60
 SHOWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_RANK")
@@ -19,8 +19,14 @@ def spaced(tag: str) -> str:
     return re.sub(r"(?<=\D)(?=\d)", " ", tag)
 
 
-def opening(count: int) -> Iterator[str]:
-    yield from (RULE, f"Launching training on {count} GPU{'s' if count != 1 else ''}", RULE)
+def opening(procs: Sequence[Proc]) -> Iterator[str]:
+    yield from (RULE, f"Launching training on {workers(procs)}", RULE)
+
+
+def workers(procs: Sequence[Proc]) -> str:
+    """`4 GPUs`, or what stands for them."""
+    word = "GPU" if any("CUDA_VISIBLE_DEVICES" in proc.environ for proc in procs) else "CPU worker"
+    return f"{len(procs)} {word}{'s' if len(procs) != 1 else ''}"
 
 
 def started(child: Child, log: str) -> Iterator[str]:
@@ -41,8 +47,8 @@ def started(child: Child, log: str) -> Iterator[str]:
         yield f"  {name + ':':<13} {value}"
 
 
-def all_started(count: int) -> str:
-    return f"All {count} GPU{'s' if count != 1 else ''} started. Monitoring training progress..."
+def all_started(procs: Sequence[Proc]) -> str:
+    return f"{'All ' if len(procs) > 1 else ''}{workers(procs)} started. Monitoring training progress..."
 
 
 def ended(

@@ -248,6 +248,8 @@ class Guardian:
         self._end_all(signal.SIGKILL)
 
     def _hang_seconds(self, readings: Sequence[beats.Beat]) -> float:
+        with contextlib.suppress(OSError, ValueError):
+            return float((self.folder / link.LIMIT).read_text(encoding="utf-8"))
         run = next((beat.run for beat in readings if beat.run), "")
         if not run:
             return HANG_SECONDS

@@ -20,6 +20,7 @@ from lockstep.runtime import env as environment
 PEER_DIED = b"A"
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 FLUSH_SECONDS = 0.2
+LIMIT = "limit"
 _attached: dict[int, Link] = {}  # by pid: a forked child is another worker, or none
 _PR_SET_PDEATHSIG = 1
 
@@ -56,6 +57,11 @@ class Link:
             from lockstep import rundir
 
             rundir.write_json(self.work / "nodes.json", nodes)
+
+    def tell_limit(self, hang_seconds: float) -> None:
+        """How long a silence this start allows; the run's configuration may be of an earlier one."""
+        if self.work is not None:
+            (self.work / LIMIT).write_text(str(hang_seconds), encoding="utf-8")
 
     def fail(self, record: Mapping[str, Any]) -> None:
         """Why this worker is about to end. The first record is kept: what follows a failure is its consequence."""
@@ -116,6 +122,15 @@ def line_path(work: Path, slot: int) -> Path:
 
 def stacks_path(work: Path, slot: int) -> Path:
     return work / f"stacks.{slot}.txt"
+
+
+def ask_for_stacks(pid: int) -> None:
+    """To the main thread: a stopped process shows where it stands before it takes another step."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is None:  # a C library older than 2019
+        os.kill(pid, STACKS_SIGNAL)
+    else:
+        tgkill(pid, pid, int(STACKS_SIGNAL))
 
 
 def read_stacks(work: Path, slots: int) -> dict[int, str]:

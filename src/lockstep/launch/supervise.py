@@ -112,14 +112,14 @@ class _Supervisor:
     def run(self, procs: Sequence[Proc]) -> Outcome:
         team, scrub_bytes = self.team, scrub.bytes_scrubber()
         documented = self.watch.log_folder is not None
-        self._tell_all(banner.opening(len(procs)) if documented else ())
+        self._tell_all(banner.opening(procs) if documented else ())
         for number, proc in enumerate(procs):
             shown = self.watch.show == "all" or (number == 0 and self.watch.node == 0)
             output = Output(prefix_of(proc.tag, self.watch.prefix), scrub_bytes, team.screen if shown else None)
             child = team.start(proc, output)
             self._records.open_log(child)
             self._tell_all(banner.started(child, self._records.log_of(child)) if documented else ())
-        self._tell_all([banner.all_started(len(procs))] if documented else ())
+        self._tell_all([banner.all_started(procs)] if documented else ())
         while True:
             team.wait(self._tick_seconds)
             if team.screen.closed:
@@ -224,7 +224,7 @@ class _Supervisor:
             if beat.pid and beat.dumps and beat.slot not in team.ends:
                 with contextlib.suppress(OSError):
                     asked[beat.slot] = link.stacks_path(team.work, beat.slot).stat().st_size
-                    os.kill(beat.pid, link.STACKS_SIGNAL)
+                    link.ask_for_stacks(beat.pid)
                     if watchdog.process_state(beat.pid) == "T":
                         os.kill(beat.pid, signal.SIGCONT)
         deadline = time.monotonic() + DUMP_SECONDS
