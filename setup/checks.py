@@ -17,7 +17,6 @@ import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMPS = ROOT / ".slices"
-SLOW = re.compile(r"^\s*(@pytest\.mark\.slow|pytestmark\b.*\bslow\b)|marks=.*pytest\.mark\.slow", re.MULTILINE)
 BIN = Path(sys.executable).parent
 USAGE = """usage: bash test.sh [PYTEST ARGUMENTS]     every check; arguments go to pytest
        bash test.sh --full                 every check, then the long proofs that have not passed on this tree
@@ -74,9 +73,13 @@ def tree_hash() -> str:
 
 
 def slices() -> list[str]:
-    """Every test file that has slow tests."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [path.relative_to(ROOT).as_posix() for path in files if SLOW.search(path.read_text(encoding="utf-8"))]
+    """Every test file that has slow tests, as pytest finds them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "--full", "-m", "slow"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = re.findall(r"^(tests/[^\s:]+\.py)\b", listed.stdout, re.MULTILINE)
+    if listed.returncode or not found:
+        raise SystemExit(f"cannot list the long proofs:\n{listed.stdout[-2000:]}{listed.stderr[-2000:]}")
+    return sorted(set(found))
 
 
 def stamp(name: str) -> Path:

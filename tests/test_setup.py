@@ -17,11 +17,14 @@ LOCKS = ("requirements.lock", "requirements-dev.lock")
 
 
 def load_script(name: str) -> ModuleType:
+    """A script of setup/ with its own folder first on the path, as Python starts it."""
     spec = importlib.util.spec_from_file_location(f"setup_{name}", ROOT / "setup" / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "setup"))
+        spec.loader.exec_module(module)
     return module
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep import start as starting
 from lockstep.config.load import Loaded
-from lockstep.errors import ConfigError, ExitCode, Stopped
+from lockstep.errors import ConfigError, ExitCode
 from lockstep.launch import slurm
 from lockstep.launch import supervise as supervising
 from lockstep.launch.supervise import Outcome, Proc, Watch
@@ -216,15 +216,20 @@ def test_a_signal_before_the_workers_start_ends_the_launcher(
     assert not seen.procs
 
 
-def test_an_inline_run_that_was_preempted_is_requeued(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(_: object) -> None:
-        raise Stopped("stopped by SIGUSR1", exit_code=ExitCode.PREEMPTED)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_preemption_before_training_is_requeued_too(
+    workers: str, lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparing a dataset may take hours: a job that has to go meanwhile comes back as well."""
+
+    def signalled(*_: object) -> int:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        raise AssertionError("the signal was not heard")
 
     asked: list[int] = []
     monkeypatch.setattr(slurm, "requeue_once", lambda _env, exit_code: asked.append(exit_code) or None)
-    monkeypatch.setattr("lockstep.engine.train.train", stopped)
-    with pytest.raises(Stopped):
-        starting._train(None)  # type: ignore[arg-type] - not looked at
+    monkeypatch.setattr(starting, "_prepare_first" if workers == "2" else "_train", signalled)
+    assert lockstep(*TINY, "--gpus", workers).code == ExitCode.PREEMPTED
     assert asked == [75]
 
 

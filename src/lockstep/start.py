@@ -56,8 +56,25 @@ def start(loaded: Loaded, asked: Start) -> int:
     """Train; the exit code."""
     if env.get(ROLE) == "prepare":
         return _prepare_as_child(loaded)
+    try:
+        code = _start(loaded, asked)
+    except Stopped as stopped:
+        _requeue(asked, int(stopped.exit_code))
+        raise
+    _requeue(asked, code)
+    return code
+
+
+def _start(loaded: Loaded, asked: Start) -> int:
+    from lockstep.runtime import signals
+
     if is_child():
         return _train(loaded)
+    with signals.listening():  # until training or the supervisor listens itself
+        return _launch(loaded, asked)
+
+
+def _launch(loaded: Loaded, asked: Start) -> int:
     if asked.how == "slurm":
         return _by_slurm(loaded, asked)
     on_cpu = _on_cpu(loaded)
@@ -79,11 +96,7 @@ def _train(loaded: Loaded) -> int:
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lockstep.engine.train import train
 
-    try:
-        return int(train(loaded).exit_code)
-    except Stopped as stopped:
-        _requeue(int(stopped.exit_code))
-        raise
+    return int(train(loaded).exit_code)
 
 
 def _prepare_as_child(loaded: Loaded) -> int:
@@ -153,7 +166,6 @@ def _nodes(asked: Start) -> tuple[int, int]:
 def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: bool, place: tuple[int, int]) -> int:
     from lockstep.launch.supervise import Watch, supervise
     from lockstep.launch.torchrun import Meeting
-    from lockstep.runtime import signals
 
     config, (node, nodes) = loaded.config, place
     watch = Watch(
@@ -165,22 +177,16 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
         node=node,
         nodes=nodes,
     )
-    with signals.listening():  # until the supervisor listens itself
-        address, port = _rendezvous(asked, node=node, nodes=nodes)
-        found = [] if on_cpu else [f"Detected {len(devices.visible_gpus())} GPU(s)", *devices.busy_notices(gpus)]
-        for notice in (*loaded.notices, *found):
-            asked.told(notice)
-        if (code := _prepare_first(loaded, asked)) != ExitCode.DONE:
-            return code
-        meeting = Meeting(node, nodes, address, port)
-        with _work_folder() as work:
-            procs = _plan(asked, gpus, meeting, on_cpu=on_cpu, environ=_environment(loaded), work=work)
-            outcome = supervise(procs, watch, work, asked.told)
-    if outcome.slow:
-        asked.told(f"[WARNING] slower than the other workers in this run: {', '.join(outcome.slow)}")
-    if node == 0:
-        _requeue(outcome.exit_code)
-    return outcome.exit_code
+    address, port = _rendezvous(asked, node=node, nodes=nodes)
+    found = [] if on_cpu else [f"Detected {len(devices.visible_gpus())} GPU(s)", *devices.busy_notices(gpus)]
+    for notice in (*loaded.notices, *found):
+        asked.told(notice)
+    if (code := _prepare_first(loaded, asked)) != ExitCode.DONE:
+        return code
+    meeting = Meeting(node, nodes, address, port)
+    with _work_folder() as work:
+        procs = _plan(asked, gpus, meeting, on_cpu=on_cpu, environ=_environment(loaded), work=work)
+        return supervise(procs, watch, work, asked.told).exit_code
 
 
 def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
@@ -273,8 +279,10 @@ def _by_slurm(loaded: Loaded, asked: Start) -> int:
     return ExitCode.DONE
 
 
-def _requeue(exit_code: int) -> None:
-    """A job that was asked to make room goes back to the queue."""
+def _requeue(asked: Start, exit_code: int) -> None:
+    """A job that was asked to make room goes back to the queue; the first machine's launcher says so for all."""
+    if exit_code != ExitCode.PREEMPTED or asked.node:
+        return
     from lockstep.launch.slurm import requeue_once
 
     if said := requeue_once(env.detect(), exit_code):

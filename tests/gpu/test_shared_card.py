@@ -74,6 +74,14 @@ def test_one_is_stopped(tmp_path: Path, workers: int) -> None:
     assert ended.seconds <= 5 + 5
 
 
+def test_out_of_memory_on_one_worker_is_explained(tmp_path: Path) -> None:
+    """Row 8: a real torch.OutOfMemoryError."""
+    ended = train(tmp_path, 2, "--max-steps", "100000", LOCKSTEP_FAULT="oom@rank=1,step=3").finish(120)
+    record = harness.check_failure(ended, tmp_path / "runs/shared", code=1, rank=1, cause="out of memory")
+    assert "GiB" in record["cause"]
+    assert "batch" in record["next"] + record["cause"]
+
+
 def test_a_launcher_that_is_killed_takes_them_with_it(tmp_path: Path) -> None:
     job = train(tmp_path, 2, "--max-steps", "100000")
     job.wait_for("[GPU1] Step [3", 120)
