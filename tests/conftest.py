@@ -37,6 +37,13 @@ def _logging_ends_with_the_test() -> Iterator[None]:
         logs.close_logging()
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu_was_given() -> Iterator[None]:
+    """What a start in this process has said about its device is not for the next test."""
+    yield
+    os.environ.pop("LOCKSTEP_DEVICE", None)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command line did."""

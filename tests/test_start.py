@@ -125,6 +125,9 @@ def test_gpus_that_are_not_there_are_refused(lockstep: Cli, seen: Seen) -> None:
         (("--gpus", "2", "--launch", "inline"), "--launch"),
         (("--launch", "nonsense"), "--launch"),
         (("--gpus", "2", "--master-port", "99999"), "99999"),
+        (("--gpus", "2", "--master-addr", "nosuchhost.invalid"), "nosuchhost.invalid"),
+        (("--node-rank", "1"), "--node-rank"),
+        (("--gpus", "3", "--mode", "hsdp"), "3 workers cannot be divided"),
     ],
 )
 def test_what_cannot_be(lockstep: Cli, seen: Seen, words: tuple[str, ...], says: str) -> None:
@@ -231,6 +234,26 @@ def test_a_preemption_before_training_is_requeued_too(
     monkeypatch.setattr(starting, "_prepare_first" if workers == "2" else "_train", signalled)
     assert lockstep(*TINY, "--gpus", workers).code == ExitCode.PREEMPTED
     assert asked == [75]
+
+
+def test_a_token_is_on_no_command_line(lockstep: Cli, seen: Seen) -> None:
+    assert lockstep(*TINY, "--gpus", "2", "--hf-token", "hf_canary_value").code == 0
+    for proc in seen.procs:
+        assert "hf_canary_value" not in " ".join(proc.command)
+        assert proc.environ["HF_TOKEN"] == "hf_canary_value"
+    refused = lockstep("script", "slurm", "llama", "tiny", "--hf-token", "hf_canary_value")
+    assert refused.code == 2
+    assert "hf_canary_value" not in refused.text
+
+
+def test_a_port_in_the_environment_that_makes_no_sense_is_refused(
+    lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "junk")
+    refused = lockstep(*TINY, "--gpus", "2")
+    assert refused.code == 2
+    assert "MASTER_PORT" in refused.err
+    assert not seen.procs
 
 
 def test_numbers_that_do_not_fit_together_are_told_by_their_variable(

@@ -189,6 +189,8 @@ def script(arguments: Namespace, settings: list[Setting]) -> int:
 
     loaded = _resolve(arguments, settings)  # what cannot be trained gets no script
     system = loaded.config.system
+    if loaded.config.data.hf_token:
+        raise ConfigError("a token has no place in a script", where="--hf-token", hint="export HF_TOKEN where it runs")
     count = system.gpus.strip()
     if not count.isdecimal():  # a list has its length, `all` means what this machine has
         on_cpu = system.device == "cpu"

@@ -153,6 +153,9 @@ def _launch(loaded: Loaded, begin: Start, argv: Sequence[str]) -> int:
     begin = replace(begin, log_folder=folder, how="workers" if begin.how == "auto" else begin.how)
     say(where)
     code = guard.run(lambda: start(loaded, begin), argv)
+    if not any(folder.iterdir()):  # refused before anything could be logged
+        folder.rmdir()
+        return code
     say(where)
     if code == ExitCode.DONE:
         say("[SUCCESS] All GPU training completed successfully")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -30,6 +31,8 @@ def say(*lines: str) -> None:
         _drop(sys.stdout)
         if isinstance(error, BrokenPipeError):
             raise
+        if error.errno == errno.EIO:  # the terminal was closed: nobody is there to be told
+            return
         what = f"cannot write: {error.strerror or error}"
         raise LockstepError(what, where="standard output", exit_code=ExitCode.IO) from error
 

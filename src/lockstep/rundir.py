@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,12 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}")
 HASH_CHUNK_BYTES = 1 << 22
+
+Beat = Callable[[], object]  # called as work goes on, for whoever watches
+
+
+def unwatched() -> None:
+    """Nobody wants to know."""
 
 
 def check_name(name: str, *, what: str = "run name") -> str:
@@ -134,12 +140,13 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path, beat: Beat = unwatched) -> str:
     """The SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
+            beat()
     return digest.hexdigest()
 
 
@@ -169,12 +176,12 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 @contextlib.contextmanager
-def publishing(final: Path) -> Generator[Path]:
+def publishing(final: Path, beat: Beat = unwatched) -> Generator[Path]:
     """A temporary folder; when the block ends well it gets a manifest and becomes `final`, durably."""
     temporary = stage(final)
     try:
         yield temporary
-        publish(temporary, final)
+        publish(temporary, final, beat=beat)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -187,9 +194,11 @@ def stage(final: Path) -> Path:
     return temporary
 
 
-def publish(temporary: Path, final: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+def publish(
+    temporary: Path, final: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None, beat: Beat = unwatched
+) -> None:
     """Give a temporary folder its manifest and its name, durably. `known`: entries of files others have written."""
-    seal(temporary, known=known)
+    seal(temporary, known=known, beat=beat)
     if final.exists():  # an older save of the same step: out of the way first, gone for good after
         old = final.with_name(f"{final.name}.tmp-old-{uuid.uuid4().hex[:12]}")
         final.rename(old)
@@ -200,13 +209,14 @@ def publish(temporary: Path, final: Path, *, known: Mapping[str, Mapping[str, An
     fsync_path(final.parent)
 
 
-def entry(path: Path) -> dict[str, Any]:
+def entry(path: Path, beat: Beat = unwatched) -> dict[str, Any]:
     """What a manifest says of a file: its size and SHA-256, every byte of it on the disk."""
     fsync_path(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    beat()
+    return {"bytes": path.stat().st_size, "sha256": sha256(path, beat)}
 
 
-def seal(folder: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+def seal(folder: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None, beat: Beat = unwatched) -> None:
     """Write the manifest of a folder: size and SHA-256 of each file, every byte on the disk before it."""
     files: dict[str, Mapping[str, Any]] = {}
     mode = folder.stat().st_mode & 0o666  # the user's umask, which not every writer of tensors respects
@@ -214,7 +224,7 @@ def seal(folder: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) 
         if path.is_file():
             path.chmod(mode)
             name = path.relative_to(folder).as_posix()
-            files[name] = known[name] if known and name in known else entry(path)
+            files[name] = known[name] if known and name in known else entry(path, beat)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n", encoding="utf-8")
     for path in [manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.arguments import without
 from lockstep.errors import ConfigError, ExitCode, Stopped
 from lockstep.guard import say
 from lockstep.runtime import devices, env
+from lockstep.runtime.grid import grid
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -43,7 +45,7 @@ class Start:
     @staticmethod
     def of(module: Sequence[str], argv: Sequence[str], asked: Namespace) -> Start:
         """The start that a parsed command line asks for."""
-        words = (*module, *argv)
+        words = (*module, *without(argv, "--hf-token", "--data.hf-token"))
         return Start(words, asked.launch, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port)
 
 
@@ -81,6 +83,8 @@ def _launch(loaded: Loaded, asked: Start) -> int:
     gpus = _chosen(loaded, asked, on_cpu=on_cpu)
     node, nodes = _nodes(asked)
     alone = len(gpus) == 1 and nodes == 1
+    if loaded.config.system.mode == "hsdp" and not alone:
+        grid("hsdp", world=len(gpus) * nodes, nodes=nodes)  # refuses what cannot be divided, before anything starts
     if asked.how == "inline" and not alone:
         count = f"{nodes} x {len(gpus)}" if nodes > 1 else f"{len(gpus)}"
         raise ConfigError(f"inline is one process, {count} workers were asked for", where="--launch", hint="--gpus 1")
@@ -149,6 +153,8 @@ def _nodes(asked: Start) -> tuple[int, int]:
     """(which machine this is, how many there are): as asked, else as SLURM says, else the only one."""
     found = env.node_place()
     node, nodes = asked.node, asked.nodes
+    if node and nodes is None and not found:
+        raise ConfigError(f"{node}, but of how many machines?", where="--node-rank", hint="--nodes N")
     if found and nodes is None:
         return found
     if (nodes or 1) == 1:
@@ -183,16 +189,22 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
         asked.told(notice)
     if (code := _prepare_first(loaded, asked)) != ExitCode.DONE:
         return code
-    meeting = Meeting(node, nodes, address, port)
+    own = asked.how == "torchrun" and nodes == 1 and _port(asked) is None  # torchrun then finds a port itself
+    meeting = Meeting(node, nodes, address, 0 if own else port)
     with _work_folder() as work:
-        procs = _plan(asked, gpus, meeting, on_cpu=on_cpu, environ=_environment(loaded), work=work)
+        free = {"LOCKSTEP_PORT_FREE": "1" if nodes == 1 and _port(asked) is None else ""}  # rank 0 takes its own
+        procs = _plan(
+            asked, gpus, meeting, on_cpu=on_cpu, environ=_environment(loaded, on_cpu=on_cpu) | free, work=work
+        )
         return supervise(procs, watch, work, asked.told).exit_code
 
 
 def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
     """Where the workers meet. A port that was given is used or refused, else a free one is taken."""
-    given = asked.port or (int(text) if (text := env.get("MASTER_PORT")).isdigit() else None)
+    given = _port(asked)
     address = asked.address or env.get("MASTER_ADDR")
+    if address:
+        env.check_host(address)
     if nodes > 1:
         if not address:
             address, port = env.rendezvous(env.detect())
@@ -208,9 +220,19 @@ def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
     return address or LOOPBACK, given
 
 
-def _environment(loaded: Loaded) -> dict[str, str]:
+def _port(asked: Start) -> int | None:
+    """The port that was given, on the command line or in the environment."""
+    return asked.port or env.given_port()
+
+
+def _environment(loaded: Loaded, *, on_cpu: bool = True) -> dict[str, str]:
     """Of every worker. With NCCL_DEBUG and a log folder, NCCL writes there, a file per worker."""
-    changes = {"TOKENIZERS_PARALLELISM": env.get("TOKENIZERS_PARALLELISM", "false")}
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # we say ourselves who is missing
+    changes = {name: env.get(name) or value for name, value in quiet.items()}
+    if not on_cpu:
+        changes[env.DEVICE] = "cuda"
+    if token := loaded.config.data.hf_token:  # not on a command line, which every user of the machine can read
+        changes["HF_TOKEN"] = token.get_secret_value()
     folder = loaded.config.system.log_dir
     if folder and env.get("NCCL_DEBUG") and not env.get("NCCL_DEBUG_FILE"):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -254,14 +276,13 @@ def _prepare_first(loaded: Loaded, asked: Start) -> int:
 
     asked.told("Preparing dataset...")
     command = (sys.executable, "-m", *asked.module)
-    child = Proc(tag="", slots=(0,), command=command, environ=env.child(**{ROLE: "prepare"}))
+    child = Proc(tag="", slots=(0,), command=command, environ={**_environment(loaded), ROLE: "prepare"})
     with _work_folder() as work:
         return supervise([child], Watch(show="all", hang_seconds=NEVER_SECONDS), work, asked.told).exit_code
 
 
 def _by_slurm(loaded: Loaded, asked: Start) -> int:
     """Inside an allocation: one launcher on each of its nodes. Outside: submit the script that does that."""
-    from lockstep.arguments import without
     from lockstep.launch import scripts, slurm
     from lockstep.launch.supervise import Watch, supervise
 

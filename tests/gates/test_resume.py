@@ -53,6 +53,7 @@ CASES = [
     Case("ddp-3-fp16-overflow", {**TWO_PARTS, "training.precision": "fp16"}, steps=5, fault=OVERFLOWS, world=3),
     *(Case(f"fsdp-{world}", TWO_PARTS, steps=5, world=world, mode="fsdp") for world in (2, 3, 4)),
     Case("hsdp-4", TWO_PARTS, steps=5, world=4, mode="hsdp"),
+    Case("replicas-2", TWO_PARTS, steps=4, world=2, mode="replicas"),
     Case(
         "fsdp-3-fp16-overflow",
         {**TWO_PARTS, "training.precision": "fp16"},

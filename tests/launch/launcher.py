@@ -40,7 +40,8 @@ def main(words: list[str]) -> int:
     run.mkdir(exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="lockstep-"))
     outcome = supervise(stub_procs(count, run, work), Watch(**({"show": "all"} | given)), work, say)
-    say(f"outcome: code {outcome.exit_code}, slow {list(outcome.slow)}, leaked {len(outcome.leaked)}")
+    told = f"outcome: code {outcome.exit_code}, slow {list(outcome.slow)}, leaked {len(outcome.leaked)}\n"
+    sys.stderr.write(told)  # whoever reads the output may stand still
     return outcome.exit_code
 
 

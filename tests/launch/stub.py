@@ -5,7 +5,10 @@ steps=N, rate=50 (steps a second), noise=N (lines per step), meet (waits for the
 (waits for another node, whose door that is), save_seconds=S, ignore_term, deaf (goes on when asked to stop),
 unprotected (no PDEATHSIG, no lifeline), child (leaves a child process), daemon (one that ran away), helper (one it
 cannot work without), allocate (memory up to RLIMIT_AS), eat (up to the kernel's limit), secondary (rank 0 fails first,
-as a consequence of rank 1). The run folder is in STUB_RUN.
+as a consequence of rank 1), lag=N (makes N more steps when asked to stop), evaluate_seconds=S (before it saves), stuck
+(rank 1 hears nothing when asked to stop), lost (rank 1 goes on until rank 0 has left, then fails for that), save_each
+(saves after every step), idle (leaves without a run), told=CODE (rank 1 tells a failure and leaves with this code),
+linger (rank 1 stays when all is done). The run folder is in STUB_RUN.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def train(link: links.Link, place: env.Env, chosen: dict[str, str]) -> int:
     plan = faults.plan(rank=place.rank)
     seconds = 1 / float(chosen.get("rate", 50))
     helper = subprocess.Popen([sys.executable, "-c", ASLEEP]) if chosen.get("helper") else None
-    lines = int(chosen.get("noise", 0))
+    lines, lag = int(chosen.get("noise", 0)), int(chosen.get("lag", 0))
     for step in range(int(chosen.get("steps", 30))):
         begin = time.perf_counter()
         link.enter("data", step)
@@ -97,7 +100,14 @@ def train(link: links.Link, place: env.Env, chosen: dict[str, str]) -> int:
             print(f"Step [{step}] rank {place.rank}", flush=True)
         for number in range(lines):
             print(f"line {number} of step {step} " + "x" * 60)
-        if asked and not chosen.get("deaf"):
+        if chosen.get("save_each"):
+            save(run, place.rank, step)
+        if place.rank == 1 and step > 3:
+            misbehave(link, run, chosen)
+        lag -= bool(asked)
+        if asked and lag < 0 and not chosen.get("deaf") and not (place.rank == 1 and chosen.get("lost")):
+            link.enter("evaluate")
+            time.sleep(float(chosen.get("evaluate_seconds", 0)))
             link.enter("save")
             time.sleep(float(chosen.get("save_seconds", 0)))
             save(run, place.rank, step)
@@ -110,6 +120,19 @@ def train(link: links.Link, place: env.Env, chosen: dict[str, str]) -> int:
             link.tell_nodes([node | {"address": "127.0.0.1"} for node in (here, there)])
             time.sleep(600)
     return 0
+
+
+def misbehave(link: links.Link, run: Path, chosen: dict[str, str]) -> None:
+    """What only rank 1 does."""
+    if code := chosen.get("told"):
+        link.fail({"kind": "exception", "cause": "SystemExit: told"})
+        os._exit(int(code))
+    if chosen.get("stuck") and asked:
+        link.enter("communication")
+        time.sleep(600)
+    if chosen.get("lost") and (run / "saved.0").exists():
+        time.sleep(0.3)
+        raise RuntimeError("connection closed by peer")
 
 
 def meet(run: Path, place: env.Env, step: int) -> None:
@@ -130,6 +153,8 @@ def main() -> int:
         subprocess.Popen([sys.executable, "-c", ASLEEP])
     if chosen.get("daemon") and place.rank == 0:
         daemonise()
+    if chosen.get("idle"):
+        os._exit(0)
     try:
         code = train(link, place, chosen)
     except Exception as error:
@@ -138,9 +163,12 @@ def main() -> int:
         trace = traceback.format_exc().splitlines()[-20:]
         print("\n".join(trace), flush=True)
         record = {"kind": "exception", "cause": f"{type(error).__name__}: {error}", "trace": trace}
-        link.fail(record | {"secondary": bool(chosen.get("secondary")) and place.rank != 1})
+        lost = "lost" in chosen or ("secondary" in chosen and place.rank != 1)
+        link.fail(record | {"secondary": lost})
         return 1
     link.close()
+    if chosen.get("linger") and place.rank == 1:
+        time.sleep(600)
     return code
 
 

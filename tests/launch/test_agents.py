@@ -42,10 +42,22 @@ sys.exit(supervise([agent], Watch(hang_seconds=1.0), work, say).exit_code)
 """
 
 
-def launch(run: Path, *, fault: str = "", options: str = "steps=500") -> harness.Job:
+SLOW_AGENT = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+print("no worker yet", flush=True)
+time.sleep(60)
+"""
+TELLING_AGENT = """
+print("Root Cause (first observed failure):\\n  rank : 1\\n  exitcode  : -11 (pid: 7)", flush=True)
+raise SystemExit(1)
+"""
+
+
+def launch(run: Path, *, fault: str = "", options: str = "steps=500", agent: str = AGENT) -> harness.Job:
     run.mkdir()
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    own = {"AGENT": AGENT, "STUB_RUN": str(run), "STUB_OPTIONS": options, "LOCKSTEP_FAULT": fault}
+    own = {"AGENT": agent, "STUB_RUN": str(run), "STUB_OPTIONS": options, "LOCKSTEP_FAULT": fault}
     return harness.start([sys.executable, "-c", LAUNCH], cwd=ROOT, **world, **own)
 
 
@@ -81,6 +93,21 @@ def test_preemption_reaches_the_workers_and_not_the_agent(tmp_path: Path) -> Non
     assert ended.code == 75, ended.out
     ended.check_clean()
     saved(run)
+
+
+def test_an_agent_that_is_stopped_before_it_has_workers(tmp_path: Path) -> None:
+    """torchrun then ends with 1: the signal's code is the truth."""
+    job = launch(tmp_path / "run", agent=SLOW_AGENT)
+    job.wait_for("no worker yet")
+    job.send(signal.SIGTERM)
+    ended = job.finish(20)
+    assert (ended.code, ended.block) == (143, []), ended.out
+
+
+def test_an_agents_own_summary_tells_the_code(tmp_path: Path) -> None:
+    """Its worker died before it could say anything, and it alone knows how."""
+    ended = launch(tmp_path / "run", agent=TELLING_AGENT).finish(20)
+    assert (ended.code, len(ended.block) > 1) == (139, True), ended.out
 
 
 def test_nobody_survives_the_launcher(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_screen_never_blocks() -> None:
     while screen.waiting:
         received += len(os.read(read_end, 1 << 16))
         screen.drain()
+    screen.close()
     os.close(write_end)
     while chunk := os.read(read_end, 1 << 16):
         received += len(chunk)
@@ -125,6 +126,7 @@ def test_screen_whose_reader_left() -> None:
     screen = Screen(write_end)
     os.close(read_end)
     screen.put(b"line\n")
+    screen.close()
     os.close(write_end)
     assert screen.closed
     assert not screen.waiting

@@ -138,7 +138,7 @@ def test_a_worker_that_goes_on_is_ended(tmp_path: Path) -> None:
     job.wait_for("[GPU1] Step [1]")
     job.send(signal.SIGTERM)
     ended = job.finish(20)
-    assert (ended.code, "goes on" in ended.out) == (143, True), ended.out
+    assert (ended.code, "and does not" in ended.out) == (143, True), ended.out
     ended.check_clean()
 
 

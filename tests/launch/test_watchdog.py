@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from lockstep.launch.beats import RING, Beat
-from lockstep.launch.watchdog import Hang, Slowness, find_hang, limit, probe_nodes
+from lockstep.launch.watchdog import Hang, Slowness, counted_from, find_hang, limit, probe_nodes
 
 SECOND = 1_000_000_000
 NOW = 1_000 * SECOND
@@ -74,6 +74,30 @@ def test_sections_without_a_limit() -> None:
     found = verdict(beat(0, "start", -1, 51), beat(1, "communication", 0, 3))
     assert found is not None
     assert found.slot == 0
+
+
+@pytest.mark.parametrize("section", ["start", "prepare", "done"])
+def test_a_stopped_process_has_no_excuse(section: str) -> None:
+    found = verdict(beat(0, "data", 3, 1), beat(1, section, -1, 5.1), stopped=1)
+    assert found is not None
+    assert (found.slot, found.stopped) == (1, True)
+    assert verdict(beat(0, "data", 3, 1), beat(1, section, -1, 4.9), stopped=1) is None
+    assert verdict(beat(0, "data", 3, 1), beat(1, section, -1, 40)) is None
+
+
+def test_nobody_stays_when_all_are_done() -> None:
+    found = verdict(beat(1, "done", 9, 6))
+    assert found is not None
+    assert (found.slot, found.section) == (1, "done")
+    assert verdict(beat(0, "save", 9, 4), beat(1, "done", 9, 60)) is None
+    assert verdict(beat(0, "done", 9, 1), beat(1, "done", 9, 60)) is None, "it had waited for the other"
+    assert verdict(*counted_from([beat(1, "done", 9, 60)], awake_ns=0, ended_ns=NOW - SECOND)) is None
+
+
+def test_silence_that_does_not_count() -> None:
+    late = [beat(0, "forward", 9, 60), beat(1, "done", 9, 60)]
+    assert verdict(*counted_from(late, awake_ns=0, ended_ns=NOW)) is not None, "an end excuses only who is done"
+    assert verdict(*counted_from(late, awake_ns=NOW - SECOND, ended_ns=0)) is None
 
 
 class Workers:

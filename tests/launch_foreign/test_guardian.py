@@ -5,16 +5,20 @@ The workers have no torch (stub.py); the launchers are the real ones.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import OutputError
-from lockstep.launch import guardian
+from lockstep.launch import beats, common_folder, guardian, link, watchdog
 from tests.launch_foreign.foreign import LAUNCHERS, STUB, Foreign, failure_of, last_block, make_run, start, wait_for
 
 FAULTS = {  # kind -> (exit code, words of the cause)
@@ -111,23 +115,127 @@ def guardians(run_id: str) -> list[int]:
 
 def test_the_folder_is_ours_alone(tmp_path: Path) -> None:
     folder = tmp_path / "work"
-    guardian.own(folder)
+    common_folder.own(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    guardian.own(folder)
+    common_folder.own(folder)
     folder.chmod(0o770)
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     (tmp_path / "file").touch()
     for bad in (folder, link, tmp_path / "file"):
         with pytest.raises(OutputError, match="not ours"):
-            guardian.own(bad)
+            common_folder.own(bad)
 
 
 def test_what_a_dead_launcher_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else: not what a living process holds, though we cannot see its launcher (a container's /proc)."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = f"lockstep-{os.getuid()}-"
-    stale, living, other = (tmp_path / name for name in (f"{mine}4194304-a", f"{mine}{os.getpid()}-b", "lockstep-x"))
-    for folder in (stale, living, other):
-        folder.mkdir()
-    guardian.sweep()
-    assert [folder.exists() for folder in (stale, living, other)] == [False, True, True]
+    names = (f"{mine}4194304-a", f"{mine}4194304-b", f"{mine}{os.getpid()}-c", "lockstep-x")
+    stale, held, living, other = (tmp_path / name for name in names)
+    for folder in (stale, held, living, other):
+        folder.mkdir(mode=0o700)
+        (folder / common_folder.ALIVE).touch()
+    common_folder.hold(held)
+    common_folder.sweep()
+    assert [folder.exists() for folder in (stale, held, living, other)] == [False, True, True, True]
+
+
+ASK = "from lockstep.launch import guardian; print(guardian.find_agent(guardian.ELASTIC))"
+JOIN = (
+    "from lockstep.launch import guardian; from lockstep.runtime.env import Env; guardian.enlist(Env(rank=1, world=2))"
+)
+
+
+def test_shells_between_launcher_and_worker_are_seen_through() -> None:
+    """`torchrun --no-python ./w.sh` without exec: the agent is further up."""
+    command = ["bash", "-c", 'bash -c "$0; true"; true', f"{sys.executable} -c '{ASK}'"]
+    environ = {**os.environ, guardian.ELASTIC: "here"}
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert int(answer.stdout) == os.getpid()
+
+
+def test_an_orphan_says_why_it_ends(tmp_path: Path) -> None:
+    """Who has inherited it (a shell here, PID 1 elsewhere) has no such variable and is no Python program."""
+    command = ["bash", "-c", f"{guardian.ELASTIC}=here {sys.executable} -c '{JOIN}'; exit $?"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert answer.returncode == 143
+    assert answer.stderr == "lockstep: the launcher of rank 1 is gone: nothing was begun\n"
+
+
+@pytest.mark.ranks
+def test_healthy_workers_behind_a_shell_script(tmp_path: Path) -> None:
+    run, script = make_run(tmp_path), tmp_path / "w.sh"
+    script.write_text(f"#!/bin/bash\n{sys.executable} {STUB} {run} 20\nexit $?\n")
+    script.chmod(0o755)
+    foreign = start("torchrun", "--no-python", str(script), cwd=tmp_path)
+    code, output = foreign.finish()
+    assert (code, last_block(output)) == (0, []), output
+    assert foreign.survivors() == []
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[tuple[guardian.Guardian, subprocess.Popen[bytes]]]:
+    """A guardian of two silent workers, and their launcher."""
+    beats.create(tmp_path, 2).close()
+    (tmp_path / link.LIMIT).write_text("0.3")
+    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    for slot, worker in enumerate(sleepers[1:]):
+        beats.Slot(tmp_path / beats.FILE, slot).attach(worker.pid, rank=slot, tag=f"GPU{slot}", dumps=False)
+        beats.Slot(tmp_path / beats.FILE, slot).mark(beats.INDEX["forward"], 3)
+    keeper = guardian.Guardian(tmp_path, 2, sleepers[0].pid, node=0, nodes=1, launcher="torchrun")
+    keeper._meet()
+    yield keeper, sleepers[0]
+    for sleeper in sleepers:
+        sleeper.kill()
+        sleeper.wait()
+    for worker in (*keeper.workers.values(), *([keeper.agent] if keeper.agent else [])):
+        os.close(worker.handle)
+    os.close(keeper.screen)
+    keeper.beats.close()
+
+
+def test_a_launcher_in_the_background_is_not_judged(
+    watched: tuple[guardian.Guardian, subprocess.Popen[bytes]],
+) -> None:
+    """Ctrl-Z: nobody hangs, not even when it goes on; silence counts from there."""
+    keeper, agent = watched
+    agent.send_signal(signal.SIGSTOP)
+    while watchdog.process_state(agent.pid) != "T":
+        time.sleep(0.01)
+    time.sleep(0.4)
+    keeper._look_for_hang()
+    assert keeper.record is None
+    agent.send_signal(signal.SIGCONT)
+    while watchdog.process_state(agent.pid) == "T":
+        time.sleep(0.01)
+    keeper._look_for_hang()
+    assert keeper.record is None
+    time.sleep(0.4)
+    keeper._look_for_hang()
+    assert keeper.record is not None
+    assert keeper.record["kind"] == "hang"
+
+
+@pytest.mark.parametrize("stop_first", [True, False])
+def test_to_lose_a_peer_that_was_stopped_is_no_failure(
+    watched: tuple[guardian.Guardian, subprocess.Popen[bytes]], stop_first: bool
+) -> None:
+    """But torchrun ends the others with SIGTERM after any failure: a stop that comes later excuses nobody."""
+    keeper, _agent = watched
+    told = {"secondary": True, "cause": "connection closed by peer", "kind": "lost_peer"}
+    link.failure_path(keeper.folder, 1).write_text(json.dumps(told))
+    for slot, code in ((0, 143), (1, 1)) if stop_first else ((1, 1), (0, 143)):
+        keeper._add_end(slot, code, 0)
+    keeper._blame_first()
+    assert (keeper.record is None) == stop_first
+
+
+def test_a_damaged_list_of_nodes_is_no_reason_to_die(
+    watched: tuple[guardian.Guardian, subprocess.Popen[bytes]],
+) -> None:
+    keeper, _agent = watched
+    for text in ("[1]", '[{"node": 1}]', "{", '{"node": 1}'):
+        (keeper.folder / "nodes.json").write_text(text)
+        assert keeper._silent_nodes() == []

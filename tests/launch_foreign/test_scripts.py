@@ -28,13 +28,10 @@ WORDS = ("llama", "tiny", "--device", "cpu", "--training.max_steps", "7")
 
 
 def checked(text: str, folder: Path) -> Path:
-    """The script as a file that bash and shellcheck have read."""
+    """The script as a file that bash has read."""
     path = folder / "job.sh"
     path.write_text(text)
     subprocess.run(["bash", "-n", path], check=True)
-    if shutil.which("shellcheck"):
-        answer = subprocess.run(["shellcheck", path], capture_output=True, text=True)
-        assert answer.returncode == 0, answer.stdout
     return path
 
 
@@ -66,6 +63,19 @@ def test_every_word_arrives_and_nothing_is_executed(kind: str, nodes: int, tmp_p
         assert not list(tmp_path.glob("**/hit"))
         directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
         assert len(directives) == (9 if kind == "slurm" else 0)
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck here: apt-get install -y shellcheck")
+@pytest.mark.parametrize("kind", ["slurm", "torchrun", "accelerate"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_shellcheck_has_nothing_to_say(kind: str, nodes: int, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.sh" for number in range(len(NASTY) + 1)]
+    for path, word in zip(paths, ("plain", *NASTY), strict=True):
+        path.write_text(script(kind, [*WORDS, "--data.name", word], nodes=nodes, gpus=2, name=word))
+    answer = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout
+    paths[0].write_text(paths[0].read_text() + "echo $unquoted\n")  # the control
+    assert subprocess.run(["shellcheck", paths[0]], capture_output=True).returncode == 1
 
 
 def test_the_checks_see_what_is_not_quoted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.scripts import script
-from tests.launch_foreign.cluster import Cluster
+from tests.launch_foreign.cluster import ENDED, Cluster
 from tests.launch_foreign.foreign import ROOT, STUB, failure_of, last_block, make_run, wait_for
 
 pytestmark = pytest.mark.slurm
@@ -49,6 +50,7 @@ def test_srun_alone_is_enough(slurm: Cluster, tmp_path: Path) -> None:
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert answer.stdout.count("Training completed successfully!") == 1
+    assert re.findall(r"Number of processes: \d+", answer.stdout + answer.stderr) == ["Number of processes: 2"]
     record = json.loads((tmp_path / "runs/two/events.jsonl").read_text().splitlines()[0])
     assert record["kind"] == "start"
 
@@ -162,4 +164,38 @@ def test_the_warning_before_the_time_limit_requeues_and_resumes_to_the_bit(
     output = (tmp_path / "out.txt").read_text()
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), output
     assert output.count("is back in the queue") == 1
+    assert losses(tmp_path / "runs/job") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_time_limit_that_runs_out_requeues_once_and_resumes_to_the_bit(
+    nodes: int, slurm: Cluster, tmp_path: Path, undisturbed: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute is less than the training needs, and it is SLURM itself that says so: nobody sends a signal here.
+
+    SLURM looks every 30 s and is up to 30 s early: with 15 s of warning it comes 15 to 45 s after the start.
+    """
+    monkeypatch.setenv("LOCKSTEP_FAULT", "hang@seconds=0.1")  # each step: 600 of them take longer than the minute
+    job = submitted(slurm, tmp_path, 600, nodes=nodes, warning=15, limit="1")
+    assert slurm.job(job)["TimeLimit"] == "00:01:00"
+    step_reached(tmp_path, 5)
+    begun = time.monotonic()
+    state = slurm.wait(job, ("PENDING", *ENDED), seconds=100)
+    output = (tmp_path / "out.txt").read_text()
+    assert state["JobState"] == "PENDING", f"{state}\n{output}"
+    assert time.monotonic() - begun < 60, "before the limit, not by it"
+    interrupted = max(losses(tmp_path / "runs/job"))
+    assert 5 <= interrupted < 599
+    saved = {path.name for path in (tmp_path / "runs/job/checkpoints").glob("step_????????")}
+    assert f"step_{interrupted + 1:08d}" in saved, "the last step is saved"
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10", "StartTime=now", cwd=tmp_path)
+    state = slurm.wait(job, seconds=300)
+    output = (tmp_path / "out.txt").read_text()
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), output
+    assert output.count("is back in the queue") == 1
+    assert "DUE TO TIME LIMIT" not in output, "it was gone by then"
+    events = [json.loads(line) for line in (tmp_path / "runs/job/events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "resume"] == [interrupted + 1]
     assert losses(tmp_path / "runs/job") == undisturbed

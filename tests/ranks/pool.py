@@ -58,6 +58,7 @@ class Pool:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.members = folder, list[Member]()
+        self.used_up: set[int] = set()  # ranks of this call that did not come out of their group
         self.environ: dict[str, str] = {}
 
     def __call__(
@@ -80,7 +81,9 @@ class Pool:
             member.line.send((function, args, {**environ, **place, **local}, join))
         results = self._collect(count, timeout_seconds)
         in_order = [results.get(rank, Silent()) for rank in range(count)]
-        self._drop([rank for rank, result in enumerate(in_order) if isinstance(result, Died | Silent)])
+        gone = {rank for rank, result in enumerate(in_order) if isinstance(result, Died | Silent)}
+        self._drop(sorted(gone | self.used_up))
+        self.used_up.clear()
         if not may_fail and any(isinstance(result, Died | Failed | Silent) for result in in_order):
             raise RankFailed("\n".join(f"rank {rank}: {_words(result)}" for rank, result in enumerate(in_order)))
         return in_order
@@ -94,7 +97,9 @@ class Pool:
                 assert isinstance(line, Connection)
                 rank = waiting.pop(line)
                 try:
-                    results[rank] = line.recv()
+                    results[rank], left = line.recv()
+                    if not left:
+                        self.used_up.add(rank)
                 except EOFError:
                     results[rank] = Died(self.members[rank].process.wait())
                 if isinstance(results[rank], Failed):
@@ -167,7 +172,8 @@ def serve() -> None:
             function, args, environ, join = line.recv()
         except EOFError:
             return
-        line.send(_run(function, args, environ, join))
+        result = _run(function, args, environ, join)
+        line.send((result, not torch.distributed.is_initialized()))  # it cannot join another group before it left
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str], join: bool) -> Any:

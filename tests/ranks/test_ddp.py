@@ -73,6 +73,16 @@ def test_ranks_equal_one_process_over_50_steps(
         assert np.array_equal(other.weights, results[0].weights)
 
 
+def test_bf16_is_that_of_one_process(ranks: Pool, tmp_path: Path) -> None:
+    """Up to the order of sums, which in half precision is seen."""
+    settings = {"training.precision": "bf16", "training.max_steps": 3}
+    alone = train(Group(), tmp_path / "one", settings)
+    first, second = ranks(2, train, tmp_path / "two", settings)
+    assert relative(np.array(alone.numbers), np.array(first.numbers)) < 1e-2
+    assert first.numbers == second.numbers
+    assert np.array_equal(first.weights, second.weights)
+
+
 @pytest.mark.parametrize("mistake", ["local weights", "average", "average of local means"])
 def test_what_others_do_is_seen_to_differ(ranks: Pool, one_process: Any, tmp_path: Path, mistake: str) -> None:
     """Negative control: unequal weights make each of these another training."""

@@ -70,7 +70,7 @@ def test_a_resume_with_another_global_batch_says_what_fits(ranks: Pool, tmp_path
     with pytest.raises(LockstepError, match="6 rows in each global batch, this run 2: 1 workers") as caught:
         run(tmp_path / "again", one, point=saved)
     assert caught.value.exit_code == 2
-    assert caught.value.hint == "--gpus 3 or --training.grad-accum-nums 6"
+    assert caught.value.hint == "--gpus 3 or --training.grad-accum-nums 6 --checkpoint.allow-mismatch true"
     run(tmp_path / "allowed", {**one, "checkpoint.allow_mismatch": True}, point=saved)
 
 

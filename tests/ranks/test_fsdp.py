@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -20,7 +22,7 @@ from lockstep.runtime import parallel
 from lockstep.runtime.group import Group
 from lockstep.runtime.parallel import Sharded, grid, is_sharded, local, offset, whole
 from tests.ranks.pool import Pool
-from tests.ranks.sharding import SMALL, numbers, train
+from tests.ranks.sharding import ROWS, SMALL, assembled, numbers, train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("shared_cache")]
 
@@ -41,6 +43,9 @@ def expected(alone: dict[str, Any], precision: str) -> tuple[torch.Tensor, check
     if precision not in alone:
         folder = alone["folder"] / precision
         trace = train(Group(), folder, {"training.precision": precision}, None, True)
+        rows = assembled(Group(), folder.with_name("rows"), {}, None, True)[0].parts.rows
+        assert rows % ROWS, "some batch must straddle two epochs"
+        assert rows < 50 * ROWS, "and the table be walked over more than once"
         alone[precision] = (as_tensor(trace), checkpoint.load(folder / LAST))
     return alone[precision]
 
@@ -68,13 +73,17 @@ def test_50_steps_in_float64_equal_one_process(
     assert distance(checkpoint.load(tmp_path / LAST), state) < 1e-9
 
 
-@pytest.mark.parametrize(("mode", "world"), [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [("fsdp", 2), *(pytest.param(mode, world, marks=pytest.mark.slow) for mode, world in MODES[1:])],
+)
 def test_50_steps_in_fp32_are_close_to_one_process(
     ranks: Pool, mode: str, world: int, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    wanted, _ = expected(alone, "fp32")
+    wanted, state = expected(alone, "fp32")
     trace = ranks(world, train, tmp_path, {"training.precision": "fp32", "system.mode": mode}, None, True)[0]
     assert float((as_tensor(trace) - wanted).abs().max()) < 1e-4
+    assert distance(checkpoint.load(tmp_path / LAST), state) < 1e-4
 
 
 def mean_instead_of_sum(group: Group, folder: Path, settings: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -151,6 +160,9 @@ def test_pretrained_weights_have_the_bits_of_the_whole(ranks: Pool, tmp_path: Pa
 
 
 def test_which_grid_a_mode_makes() -> None:
+    """Known without torch, so that a launcher can refuse before it starts anything."""
+    lean = "import sys, lockstep.runtime.grid; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", lean], check=False).returncode == 0
     assert grid("fsdp", world=3) == (1, 3)
     assert grid("hsdp", world=4) == (2, 2)
     assert grid("hsdp", world=6, nodes=3) == (3, 2)
@@ -206,11 +218,12 @@ def train_compiled(group: Group, folder: Path, settings: dict[str, Any]) -> list
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compiled_blocks_train_in_shards(ranks: Pool, tmp_path: Path) -> None:
-    settings = {"system.mode": "fsdp", "training.max_steps": 3}
-    eager = ranks(2, train, tmp_path / "eager", settings)[0]
+@pytest.mark.parametrize(("mode", "world"), [("fsdp", 2), ("hsdp", 4)])
+def test_compiled_blocks_train_in_shards(ranks: Pool, tmp_path: Path, mode: str, world: int) -> None:
+    settings = {"system.mode": mode, "training.max_steps": 3}
+    eager = ranks(world, train, tmp_path / "eager", settings)[0]
     for name, more in (("compiled", {}), ("recomputed", RECOMPUTED)):
-        trace = ranks(2, train_compiled, tmp_path / name, {**settings, **more}, timeout_seconds=500)[0]
+        trace = ranks(world, train_compiled, tmp_path / name, {**settings, **more}, timeout_seconds=500)[0]
         assert float((as_tensor(trace) - as_tensor(eager)).abs().max()) < 1e-4
 
 

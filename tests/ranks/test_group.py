@@ -150,9 +150,8 @@ def wait_in_vain(_group: Group, operation: str) -> Seen | None:
     return None
 
 
-@pytest.mark.parametrize("operation", ["sum", pytest.param("barrier", marks=SLOW)])
-def test_a_silent_peer_is_recognised_when_time_is_up(ranks: Pool, operation: str) -> None:
-    seen = ranks(2, wait_in_vain, operation, join=False)[0]
+def test_a_silent_peer_is_recognised_when_time_is_up(ranks: Pool) -> None:
+    seen = ranks(2, wait_in_vain, "sum", join=False)[0]
     assert seen.lost, seen.words
     assert 1 < seen.seconds < 10
 
@@ -206,7 +205,7 @@ def test_a_taken_port_is_named_with_its_holder(meeting: int) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", meeting))
         holder.listen()
-        with pytest.raises(ConfigError, match=rf"port {meeting} is taken by \S+ \(pid {os.getpid()}\)") as caught:
+        with pytest.raises(ConfigError, match=rf"port {meeting} is taken by .*{os.getpid()}") as caught:
             join(Env(rank=0, world=2, local_world=2), CPU, timeout_seconds=5, join_seconds=5)
     assert caught.value.exit_code == ExitCode.USAGE
     assert not dist.is_initialized()

@@ -46,7 +46,17 @@ def test_refusals(machine: SimpleNamespace) -> None:
     machine.gpus = 0
     with pytest.raises(ConfigError, match=r"system\.device: cuda was asked for") as caught:
         pick_device("cuda", 0)
-    assert caught.value.hint == "--device cpu"
+    assert "--device cpu" in caught.value.hint
+
+
+def test_a_gpu_that_was_given_is_used_or_refused(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that was built for the CPU does not silently train there where the launcher has found a GPU."""
+    machine.gpus = 0
+    assert pick_device("auto", 0).type == "cpu"
+    monkeypatch.setenv("LOCKSTEP_DEVICE", "cuda")
+    with pytest.raises(ConfigError, match="cuda was asked for"):
+        pick_device("auto", 0)
+    assert pick_device("cpu", 0).type == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
 
 def test_what_accelerate_asks_for() -> None:
     assert env.launcher_wishes(ACCELERATE) == {}
-    assert env.launcher_precision(ACCELERATE | {"ACCELERATE_MIXED_PRECISION": "fp16"}) == "fp16"
-    assert env.launcher_precision({}) is None
+    wishes = env.launcher_wishes(ACCELERATE | {"ACCELERATE_MIXED_PRECISION": "fp16"})
+    assert wishes == {"training.precision": "fp16"}
     asked = {"USE_CPU": "True", "USE_FSDP": "true", "DYNAMO_BACKEND": "INDUCTOR", "GRADIENT_ACCUMULATION_STEPS": "3"}
     wishes = env.launcher_wishes({f"ACCELERATE_{name}": value for name, value in asked.items()})
     settings = {"system.device": "cpu", "system.mode": "fsdp", "model.compile": "on", "training.grad_accum_nums": "3"}

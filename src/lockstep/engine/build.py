@@ -122,17 +122,19 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     about = describe(plan, prepared.key, world=group.world)
     stepper, built = make_stepper(plan, group, link)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
+    if point and group is not everyone:
+        everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
+    told = everyone.told(link)
     loader = make_loader(plan, prepared, start_step=progress.step, group=group)
-    exchange = stepper.exchange
     checkpointer = Checkpointer(
         run.checkpoints,
         keep_last=config.checkpoint.keep_last,
         extra_files=tokenizer_files(prepared),
         group=group,
-        sharded=isinstance(exchange, Sharded),
-        writes=not isinstance(exchange, Sharded) or exchange.writes,
+        sharded=isinstance(stepper.exchange, Sharded),
+        writes=getattr(stepper.exchange, "writes", True),
     )
-    peak = peak_flops(plan.device, options.precision)
+    checkpointer.link = told
     parts = Parts(
         config=config,
         device=plan.device,
@@ -154,9 +156,9 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         about=about,
         rows=prepared.train.rows,
         flops_per_token=plan.shape.flops_per_token(options.context_length),
-        peak_flops=peak * group.world if peak else None,
+        peak_flops=(peak_flops(plan.device, options.precision) or 0) * group.world or None,
         council=stepper.council,
-        link=link,
+        link=link if group is everyone else told,  # replicas wait for the slowest at the end
         saves=group is everyone or everyone.rank == 0,
         trace_file=run.profile if config.report.profile and everyone.rank == 0 else None,
     )

@@ -26,6 +26,7 @@ from lockstep import rundir
 from lockstep.engine.shards import Stored, index_of, make_index, piece_file, read_index, write_pieces
 from lockstep.errors import DataError, ExitCode, LockstepError, OutputError
 from lockstep.runtime.group import Group
+from lockstep.runtime.marks import Marks, NoMarks
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Checkpointer:
         self.extra_files = extra_files or {}  # held in memory: what they came from may be gone when it is time to save
         self.group = group or Group()
         self.sharded, self.writes = sharded, writes
+        self.link: Marks = NoMarks()  # who is to know that a save goes on
         if sharded:
             check_common(folder, self.group)
             self.writers = [rank for rank, writing in enumerate(self.group.gather(writes)) if writing]
@@ -76,13 +78,18 @@ class Checkpointer:
             self.group.together(lambda: self._save_whole(final, state))
         return final
 
+    def _beat(self) -> None:
+        """A save of many gigabytes is no hang, as long as it goes on."""
+        self.link.enter("save")
+
     def _save_whole(self, final: Path, state: State) -> None:
         if final.is_dir() and is_good(final):
             return  # the state after N steps of a run is one state
         try:
-            with rundir.publishing(final) as folder:
-                save_file(dict(state.model), folder / MODEL)
-                save_file(dict(state.optimizer), folder / OPTIMIZER)
+            with rundir.publishing(final, self._beat) as folder:
+                for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
+                    save_file(dict(tensors), folder / file)
+                    self._beat()
                 self._write_rest(folder, state)
         except (OSError, SafetensorError) as error:
             raise _saving_failed(error, final) from error
@@ -118,7 +125,8 @@ class Checkpointer:
             for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
                 path = staged / piece_file(file, number, len(self.writers))
                 said[file] = write_pieces(tensors, path, first=number == 1)
-                said["files"][path.name] = rundir.entry(path)
+                self._beat()
+                said["files"][path.name] = rundir.entry(path, self._beat)
         except (OSError, SafetensorError) as error:
             failed = _saving_failed(error, final)
             return {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
@@ -131,7 +139,7 @@ class Checkpointer:
                 index = make_index([said[file] for said in written if file in said])
                 (staged / index_of(file)).write_text(json.dumps(index) + "\n", encoding="utf-8")
             self._write_rest(staged, state)
-            rundir.publish(staged, final, known=known)
+            rundir.publish(staged, final, known=known, beat=self._beat)
         except OSError as error:
             raise _saving_failed(error, final) from error
         self._forget()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.contracts import Batch
-from lockstep.errors import Stopped
+from lockstep.errors import LockstepError, Stopped
 from lockstep.runtime.group import Group, Sum
 from lockstep.runtime.signals import EXIT_CODES, StopRequest
 
@@ -69,20 +69,26 @@ class Council:
             raise  # now, not at the next step
         except Exception as error:
             self._ahead = error
-        else:
-            self._sum = self._begin(self._ahead, stop.signal)
+        made = None if isinstance(self._ahead, Exception) else self._ahead
+        self._sum = self._begin(made, stop.signal)  # in any case: the others count on it
 
     def _weights(self, batches: Sequence[Batch]) -> dict[str, int]:
         return {term: sum(batch.weights[term] for batch in batches) for term in self.terms}
 
-    def _begin(self, batches: Sequence[Batch], wish: signal.Signals | None) -> Sum:
-        tokens = sum(batch.tokens for batch in batches)
+    def _begin(self, batches: Sequence[Batch] | None, wish: signal.Signals | None) -> Sum:
+        """Without batches: this rank has failed to make them, and says so."""
+        failed, made = int(batches is None), batches or ()
+        tokens = sum(batch.tokens for batch in made)
         wishes = [int(wish == each) for each in SIGNALS]
-        return self.group.control_sum([*self._weights(batches).values(), tokens, *wishes])
+        return self.group.control_sum([failed, *self._weights(made).values(), tokens, *wishes])
 
     def _read(self, begun: Sum) -> Agreed:
         """Of several signals the one that most ranks heard, of these the first."""
-        sums = begun.wait()
+        failed, *sums = begun.wait()
+        if failed:
+            error = LockstepError("another worker has no batch for this step")
+            error.secondary = True  # it tells the reason itself
+            raise error
         count = len(self.terms)
         weights, tokens, wishes = sums[:count], sums[count], sums[count + 1 :]
         stop = SIGNALS[wishes.index(max(wishes))] if any(wishes) else None

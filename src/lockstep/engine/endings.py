@@ -32,6 +32,8 @@ HOPELESS = 2  # times the free memory: the estimate of activations is not that f
 
 def explain(error: BaseException, config: RunConfig, device: torch.device) -> BaseException:
     """Out of memory, or a lost peer, as a user should read it; everything else as it is."""
+    if isinstance(error, SystemExit) and not error.code:  # nobody may take this for a finished run
+        return LockstepError("left training with exit code 0")
     if is_lost_peer(error):
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         lost = LockstepError(f"lost contact with another worker ({said})")
@@ -91,7 +93,8 @@ def end_badly(
         _attempt("reporting the end", sink.event, "end" if stopped else "fault", told)
     if stopped:
         label = f" [{place.tag.replace('GPU', 'GPU ')}]" if place.tag else ""
-        logger.warning("Training interrupted by user%s", label)
+        by_user = record["exit_code"] == ExitCode.INTERRUPTED  # Ctrl-C; else a scheduler, or `lockstep stop`
+        logger.warning("Training %s%s", "interrupted by user" if by_user else str(error).splitlines()[0], label)
         logger.warning("Training ended at step %s%s", record["step"] or 0, label)
     together = alone or isinstance(error, NonFiniteError)  # what strikes every worker at once: all are here to save
     if parts and together and not stopped and not parts.stepper.updating and isinstance(error, Exception):

@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError, NotFoundError
 from lockstep.runtime.group import Group
+from lockstep.runtime.marks import Marks
 from lockstep.runtime.parallel import is_sharded, whole
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ def write(
     moments = stepper.optimizer.state_dict()
     if any(is_sharded(tensor) for tensor in state.model.values()):
         state, moments = _whole(stepper, state, moments, keep=group.rank == 0)
-    group.together(lambda: _write(path, stepper, state, moments, {"epoch": epoch, "config": config}))
+    about = {"epoch": epoch, "config": config}
+    group.together(lambda: _write(path, stepper, state, moments, about, link=group.told(stepper.link)))
     return path
 
 
@@ -40,8 +42,13 @@ def _whole(stepper: Stepper, state: State, moments: dict[str, Any], *, keep: boo
     """The state put together from the shards of all ranks, on the rank that keeps it; tensor by tensor."""
 
     def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        whole_ones = ((name, whole(tensor)) for name, tensor in tensors.items())
-        return {name: tensor.cpu() for name, tensor in whole_ones if keep}
+        kept: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            stepper.link.enter("save")
+            all_of_it = whole(tensor)
+            if keep:
+                kept[name] = all_of_it.cpu()
+        return kept
 
     state = State(gathered(state.model), gathered(state.optimizer), state.run)
     if keep:
@@ -56,7 +63,23 @@ def names_in_order(stepper: Stepper) -> list[str]:
     return [names[id(parameter)] for parameter in stepper.optimizer.parameters]
 
 
-def _write(path: Path, stepper: Stepper, state: State, moments: dict[str, Any], about: dict[str, Any]) -> None:
+class Marked:
+    """A file of which each piece that is written is a sign of life."""
+
+    def __init__(self, file: IO[bytes], link: Marks) -> None:
+        self._file, self._link = file, link
+
+    def write(self, data: bytes) -> int:
+        self._link.enter("save")
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write(
+    path: Path, stepper: Stepper, state: State, moments: dict[str, Any], about: dict[str, Any], *, link: Marks
+) -> None:
     progress = state.run["progress"]
     content: dict[str, Any] = {
         "global_step": progress["step"],
@@ -71,8 +94,8 @@ def _write(path: Path, stepper: Stepper, state: State, moments: dict[str, Any], 
     if state.run["loss_scale"]:
         content["scaler_state_dict"] = state.run["loss_scale"]
     try:
-        with rundir.replacing(path) as temporary:
-            torch.save(content, temporary)
+        with rundir.replacing(path) as temporary, temporary.open("xb") as file:
+            torch.save(content, cast("IO[bytes]", Marked(file, link)))
     except (OSError, RuntimeError) as error:
         os_error = error if isinstance(error, OSError) else OSError(str(error))
         raise rundir.io_error(os_error, path, doing="saving a checkpoint") from error

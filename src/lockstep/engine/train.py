@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from lockstep.report.tensorboard import TensorboardSink
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware, nodes, owner, signals
 from lockstep.runtime.gpu_facts import Sampler
-from lockstep.runtime.group import Group, join
+from lockstep.runtime.group import Group, is_lost_peer, join
+from lockstep.runtime.marks import Marks
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def train(loaded: Loaded) -> Result:
     """
     if token := hub_token(loaded.config):
         env.hide(token)
+    loaded = comparable(loaded)
     system, place = loaded.config.system, env.detect()
     link = attach(place)
     with signals.listening() as stop, contextlib.ExitStack() as closing:
@@ -66,6 +68,7 @@ def train(loaded: Loaded) -> Result:
         start_log(loaded, None)
         group = join(place, device, timeout_seconds=system.hang_seconds)
         closing.callback(group.close)
+        group.link = link
         link.enter("start")
         link.tell_limit(system.hang_seconds)
         bell, addresses = nodes.gather(place, group)
@@ -81,9 +84,18 @@ def train(loaded: Loaded) -> Result:
             start_log(loaded, run)
             link.tell_run(run.root.absolute())
             result = train_in(run, planned, point, Surroundings(loaded, stop, group, link, place))
-            group.barrier()  # nobody leaves while another still needs it
+            group.barrier()  # nobody leaves while another still needs it, however long that takes
             link.close()
             return result
+
+
+def comparable(loaded: Loaded) -> Loaded:
+    """Replicas are compared bit for bit, so they compute with kernels that repeat their bits."""
+    system = loaded.config.system
+    if system.mode != "replicas" or system.deterministic:
+        return loaded
+    config = loaded.config.model_copy(update={"system": system.model_copy(update={"deterministic": True})})
+    return replace(loaded, config=config)
 
 
 def _device_index(place: env.Env, asked: int) -> int:
@@ -169,6 +181,7 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
             parts = assembled.parts
             announce(run, planned, assembled, point, loaded)
             if parts.progress.step < config.training.max_steps:
+                stop.patient = not parts.council.alone  # several ranks leave by agreement, once they have begun
                 rehearse(parts, planned)
                 stop.patient = True
                 loop.run(parts)
@@ -177,12 +190,16 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
                 logger.info("Nothing left to do: all %d steps are done", config.training.max_steps)
                 loop.validate(parts)
             replicas.compare(parts, around.group, mode=config.system.mode)
-            sample = draw_sample(parts, assembled) if around.first and config.system.mode in WHOLE else ""
+            speaks = around.first and config.system.mode in WHOLE
+            sample = draw_sample(parts, assembled, around.group.told(around.link)) if speaks else ""
+            stop.patient = True  # it is done
             summary = present.summary(run, parts, sample, time.perf_counter() - started)
             parts.tell("end", exit_code=0, step=parts.progress.step, tokens=parts.progress.tokens, **summary.fields())
         except BaseException as error:
-            stop.patient = False
+            stop.patient = True  # what is left to do is quick, or worth waiting for
             explained = endings.explain(error, config, planned.device)
+            if stop and is_lost_peer(error) and not isinstance(error, LockstepError):
+                explained = stop.error()  # the others were asked too, and have left
             if isinstance(explained, Stopped) and parts and parts.progress.step:
                 explained.where, explained.hint = str(run.root), present.resume_command(run)
             explained.run = run.root  # pyright: ignore[reportAttributeAccessIssue] - where a crash report belongs
@@ -327,7 +344,7 @@ def rehearse(parts: Parts, planned: Plan) -> None:
         logger.warning("First loss %.4f, expected %.2f ± %.2f (ln V + d std²/2)", reading.loss, expected, allowed)
 
 
-def draw_sample(parts: Parts, assembled: Assembled) -> str:
+def draw_sample(parts: Parts, assembled: Assembled, link: Marks) -> str:
     """What the model says to the configured prompt."""
     report, tokenizer = parts.config.report, assembled.prepared.tokenizer
     if not report.sample_prompt:
@@ -335,6 +352,7 @@ def draw_sample(parts: Parts, assembled: Assembled) -> str:
     options = SampleOptions(
         tokens=report.sample_tokens, temperature=0.6, seed=parts.config.system.seed, stop=(tokenizer.separator,)
     )
+    every_token = parts.stepper.model.register_forward_pre_hook(lambda *_: link.enter("evaluate"))
     try:
         with parts.stepper.precision.context():
             return inference.continue_text(
@@ -343,3 +361,5 @@ def draw_sample(parts: Parts, assembled: Assembled) -> str:
     except (LockstepError, RuntimeError) as error:  # the training is done and saved: this does not undo it
         logger.warning("No sample: %s", error)
         return ""
+    finally:
+        every_token.remove()

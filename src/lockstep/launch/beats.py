@@ -145,12 +145,16 @@ def create(folder: Path, count: int) -> Beats:
     """A new file of slots whose workers are starting now."""
     descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(descriptor, count * SLOT_BYTES)
+        os.posix_fallocate(descriptor, 0, count * SLOT_BYTES)  # on a full disk an error here, not a bus error later
         with mmap.mmap(descriptor, count * SLOT_BYTES) as memory, memoryview(memory) as data, data.cast("q") as words:
             for slot in range(count):
                 words[slot * _WORDS + _STEP] = -1
                 words[slot * _WORDS + _RANK] = slot
                 words[slot * _WORDS + _MARK] = time.monotonic_ns()
+    except OSError as error:
+        from lockstep import rundir  # late: workers start faster without it
+
+        raise rundir.io_error(error, folder / FILE, doing="starting workers") from error
     finally:
         os.close(descriptor)
     return Beats(folder, count)

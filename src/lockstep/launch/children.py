@@ -80,9 +80,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         status = self._process.wait()
-        self._reaper.remove(self.pid)
         self.by_signal = max(0, -status)
         self.code = 128 - status if status < 0 else status
+        self._reaper.remove(self.pid)
         os.close(self.handle)
         return True
 

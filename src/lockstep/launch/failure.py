@@ -124,11 +124,20 @@ def build(
         "cause": first_line(cause),
         "trace": [],
         "log": "",
-        "next": f"lockstep resume {shlex.quote(str(run))}" if run is not None else "lockstep doctor",
+        "next": _next_command(run),
         "time": time.time(),
     }
     told = ("step", "section", "exception", "trace", "next", "secondary")
     return record | {key: own[key] for key in told if own.get(key) not in (None, "", [])}
+
+
+def _next_command(run: Path | None) -> str:
+    """Go on where something was saved; else there is nothing to go on from."""
+    if run is None:
+        return "lockstep doctor"
+    if any(rundir.RunDir(run).checkpoints.glob("step_*")):
+        return f"lockstep resume {shlex.quote(str(run))}"
+    return f"lockstep logs {shlex.quote(str(run))}, then start it anew: nothing was saved yet"
 
 
 def last_words(tail: bytes) -> list[str]:

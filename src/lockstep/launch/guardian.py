@@ -14,7 +14,6 @@ import os
 import select
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import time
@@ -22,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ExitCode, OutputError
-from lockstep.launch import beats, failure, link, processes, watchdog
+from lockstep.errors import ExitCode
+from lockstep.launch import beats, common_folder, failure, link, processes, stacks, watchdog
 from lockstep.launch.children import Stranger
 from lockstep.rundir import RunDir
 from lockstep.runtime import env as environment
@@ -41,56 +40,47 @@ STOPS = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 JOB_NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID",
 )  # fmt: skip
+ELASTIC, TASK = "TORCHELASTIC_RUN_ID", "SLURM_PROCID"  # what torchrun or srun give to those they start
 
 
 def enlist(env: Env) -> Path:
     """The work folder that the workers of one launcher share on this node. The first one here starts the guardian."""
-    parent = os.getppid()
-    if environment.get("TORCHELASTIC_RUN_ID") and _is_orphan(parent):
+    agent = find_agent(TASK if env.launcher == "slurm" else ELASTIC)
+    if environment.get(ELASTIC) and not _is_python(agent):  # an heir: PID 1, or another that adopts orphans
+        with contextlib.suppress(OSError):
+            os.write(2, f"lockstep: the launcher of rank {env.rank} is gone: nothing was begun\n".encode())
         os._exit(int(ExitCode.TERMINATED))
-    sweep()
-    key = " ".join([_started(parent), *[environment.get(name) for name in JOB_NAMES]])
+    common_folder.sweep()
+    key = " ".join([_started(agent), *[environment.get(name) for name in JOB_NAMES]])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{parent}-{digest}"
-    own(folder)
+    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{agent}-{digest}"
+    common_folder.hold(folder)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / beats.FILE).exists():
             beats.create(folder, env.local_world).close()
-            _start(folder, parent, env)
+            _start(folder, agent, env)
     finally:
         os.close(lock)
     return folder
 
 
-def _is_orphan(parent: int) -> bool:
-    """Whether the agent died before this worker got so far: whoever inherits orphans is no Python program."""
+def find_agent(mark: str) -> int:
+    """The launcher: the nearest ancestor that was not started with this variable. Shells in between have it too."""
+    wanted = f"{mark}={environment.get(mark)}".encode()
+    family = processes.ancestors()
+    return next((pid for pid in family if not processes.has(pid, wanted)), os.getppid())
+
+
+def _is_python(pid: int) -> bool:
+    """Whether it can be an agent of torch's: by the program it runs, whatever it calls itself."""
     try:
-        words = Path(f"/proc/{parent}/cmdline").read_bytes()
+        return "python" in Path(f"/proc/{pid}/exe").readlink().name
+    except PermissionError:  # another user's
+        return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
     except OSError:
-        return True
-    return not any(name in words for name in (b"python", b"torchrun", b"accelerate"))
-
-
-def own(folder: Path) -> None:
-    """Make the folder, or make sure that nobody else did: it is in a place where everyone may write."""
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            hint = "set TMPDIR to a folder of your own"
-            raise OutputError("this folder of workers is not ours", where=str(folder), hint=hint) from None
-
-
-def sweep() -> None:
-    """Remove what is left of launchers that are gone."""
-    prefix = f"lockstep-{os.getuid()}-"
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        parent = folder.name.removeprefix(prefix).partition("-")[0]
-        if parent.isdigit() and not Path(f"/proc/{parent}").exists() and not folder.is_symlink():
-            shutil.rmtree(folder, ignore_errors=True)
+        return False
 
 
 def _start(folder: Path, parent: int, env: Env) -> None:
@@ -128,6 +118,9 @@ class Guardian:
         self.started = time.time()
         self.memory_kills = processes.memory_kills()
         self.ends: list[failure.End] = []
+        self.stopped = False  # a worker has ended as it was told to
+        self.ended_ns = 0
+        self.looked_ns = self.awake_ns = time.monotonic_ns()  # silence from before does not count
         self.record: dict[str, Any] | None = None
         self.kill_at = float("inf")
         self.judge_at = float("inf")
@@ -153,7 +146,7 @@ class Guardian:
         """Until every worker has ended; then the last word."""
         while not self.over:
             self._meet()
-            for slot in self._wait(LOOK_SECONDS):
+            for slot in sorted(self._wait(LOOK_SECONDS), key=self._is_secondary):  # at once: the stop was first
                 self._note_end(slot)
             if self.agent is None and self.kill_at == float("inf"):
                 self._end_all(signal.SIGTERM)
@@ -198,8 +191,12 @@ class Guardian:
         worker = self.workers[slot]
         self._add_end(slot, worker.look(), worker.by_signal)
 
+    def _is_secondary(self, slot: int) -> bool:
+        return bool(failure.read_record(link.failure_path(self.folder, slot)).get("secondary"))
+
     def _add_end(self, slot: int, code: int, by_signal: int) -> None:
         """One more worker has ended: in peace, as told, or as the cause or the consequence of a failure."""
+        self.ended_ns = time.monotonic_ns()
         done = self.beats.read(slot).section == "done"
         record = failure.read_record(link.failure_path(self.folder, slot))
         if code == UNKNOWN:
@@ -208,6 +205,8 @@ class Guardian:
             if done:
                 return
         elif not record and (code in STOPS or (done and code == 0)):
+            if code in STOPS and not self.ends:  # else the launcher has ended it because another failed
+                self.stopped = True
             return
         self.ends.append(failure.End(slot, code, by_signal=by_signal, early=code == 0, record=record))
         now = time.monotonic()
@@ -215,11 +214,12 @@ class Guardian:
         self.judge_at = min(self.judge_at, now + wait) if self.record is None else self.judge_at
 
     def _blame_first(self) -> None:
-        """Who failed first: the earliest that is no mere consequence."""
+        """Who failed first: the earliest that is no mere consequence. After a stop, to lose a peer is a part of it."""
         self.judge_at = float("inf")
-        if self.record is not None:
+        failed = [end for end in self.ends if not (self.stopped and end.secondary)]
+        if self.record is not None or not failed:
             return
-        end = min(self.ends, key=lambda end: end.weak)
+        end = min(failed, key=lambda end: end.weak)
         kind, cause = failure.explain_end(end, kills_before=self.memory_kills, kills_after=processes.memory_kills())
         silent = self._silent_nodes() if end.secondary else []
         if silent:
@@ -229,8 +229,11 @@ class Guardian:
         self._end_all(signal.SIGTERM)
 
     def _look_for_hang(self) -> None:
+        if not self._is_awake():
+            return
         alive = {worker.slot: worker for worker in self.alive}
         readings = [beat for beat in self.beats.read_all() if beat.slot in alive]
+        readings = watchdog.counted_from(readings, awake_ns=self.awake_ns, ended_ns=self.ended_ns)
         limit = self._hang_seconds(readings)
         hang = watchdog.find_hang(
             readings, now_ns=time.monotonic_ns(), hang_seconds=limit, state_of=watchdog.process_state
@@ -247,6 +250,16 @@ class Guardian:
         self._keep(culprit, exit_code=int(ExitCode.HANG), kind=kind, cause=cause, own=own)
         self._end_all(signal.SIGKILL)
 
+    def _is_awake(self) -> bool:
+        """Whether silence counts: not that of a launcher in the background (Ctrl-Z), nor our own standing still."""
+        now_ns = time.monotonic_ns()
+        stood_still = now_ns > self.looked_ns + 1e9 * (1 + 10 * LOOK_SECONDS)
+        self.looked_ns = now_ns
+        asleep = self.agent is not None and watchdog.process_state(self.agent.pid) == "T"
+        if asleep or stood_still:
+            self.awake_ns = now_ns
+        return not asleep
+
     def _hang_seconds(self, readings: Sequence[beats.Beat]) -> float:
         with contextlib.suppress(OSError, ValueError):
             return float((self.folder / link.LIMIT).read_text(encoding="utf-8"))
@@ -261,17 +274,17 @@ class Guardian:
     def _silent_nodes(self) -> list[watchdog.Silent]:
         try:
             nodes = json.loads((self.folder / "nodes.json").read_text())
-        except (OSError, ValueError):
+            return watchdog.probe_nodes(nodes, own=self.node)
+        except (OSError, ValueError, KeyError, TypeError):
             return []
-        return watchdog.probe_nodes(nodes, own=self.node)
 
     def _dump_stacks(self, readings: Sequence[beats.Beat]) -> None:
-        """Every worker writes down where it is; a stopped one as soon as it runs again."""
-        for beat in readings:
-            if beat.dumps:
-                self.workers[beat.slot].send(link.STACKS_SIGNAL)
-                self.workers[beat.slot].send(signal.SIGCONT)
-        time.sleep(STACKS_SECONDS)
+        """Every worker writes down where it is."""
+
+        def send(slot: int, number: int) -> None:
+            self.workers[slot].send(number)
+
+        stacks.dump(self.folder, readings, send=send, wait=time.sleep, seconds=STACKS_SECONDS)
         for beat in readings:
             if beat.run:
                 place = RunDir(Path(beat.run)).worker(beat.tag, self.node)
@@ -341,6 +354,7 @@ def main(words: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with the workers; SLURM signals every process of a step
     folder, count, agent, node, nodes, launcher = words
     try:
+        common_folder.keep(Path(folder))
         guardian = Guardian(Path(folder), int(count), int(agent), node=int(node), nodes=int(nodes), launcher=launcher)
     except OSError:  # the launcher is gone already, and its workers with it
         return

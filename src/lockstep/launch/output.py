@@ -142,7 +142,7 @@ class Output:
             while self._held_bytes > HELD_BYTES and len(self._held) > 1:
                 self._held_bytes -= len(self._held.popleft())
         if self._screen is not None:
-            self._screen.put(prefixed(self._prefix, lines))
+            self._screen.show(prefixed(self._prefix, lines))
 
 
 def prefixed(prefix: bytes, lines: bytes) -> bytes:
@@ -155,14 +155,10 @@ class Screen:
 
     def __init__(self, descriptor: int) -> None:
         self.closed = False  # the reader went away
-        self.descriptor = descriptor
+        self.hurried = False  # workers shall end: nobody waits for the reader any more
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        try:
-            plain_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        except OSError:  # `>&-`: nobody reads, and nobody meant us to end
-            self.descriptor, plain_file = -1, False
-        self._piece_bytes = READ_BYTES if plain_file else PIPE_BYTES
+        self.descriptor, self._piece_bytes, self._own = _open_screen(descriptor)
         self._poll = select.poll()
         if self.descriptor >= 0:
             self._poll.register(self.descriptor, select.POLLOUT)
@@ -174,6 +170,11 @@ class Screen:
     @property
     def full(self) -> bool:
         return self._waiting_bytes > SCREEN_BYTES
+
+    def show(self, data: bytes) -> None:
+        """Workers' lines. In a hurry what a reader does not take is left to the files."""
+        if not (self.hurried and self.full):
+            self.put(data)
 
     def put(self, data: bytes) -> None:
         if self.closed or self.descriptor < 0:
@@ -205,6 +206,29 @@ class Screen:
         if self.closed:
             self._waiting.clear()
             self._waiting_bytes = 0
+
+    def close(self) -> None:
+        if self._own and self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def _open_screen(descriptor: int) -> tuple[int, int, bool]:
+    """(descriptor, bytes to write at a time, whether it is ours): a pipe or terminal opened anew, never blocking.
+
+    Set on the descriptor itself that would reach whoever shares it: the shell, the other programs of a pipeline.
+    """
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:  # `>&-`: nobody reads, and nobody meant us to end
+        return -1, 0, False
+    if stat.S_ISREG(mode):
+        return descriptor, READ_BYTES, False
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        with contextlib.suppress(OSError):  # a terminal of somebody else (su)
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            return os.open(f"/proc/self/fd/{descriptor}", flags), PIPE_BYTES, True
+    return descriptor, PIPE_BYTES, False
 
 
 def read_available(descriptor: int, output: Output, *, most: int = 16) -> bool:

@@ -42,20 +42,40 @@ def of_run(run_id: str) -> list[int]:
     wanted = f"{RUN_ID}={run_id}".encode()
     found: list[int] = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid() and _has(entry, wanted):
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and has(int(entry.name), wanted):
             found.append(int(entry.name))
     return sorted(found)
 
 
+def ancestors(pid: int | None = None) -> list[int]:
+    """The parent, its parent and so on; of this process unless told otherwise."""
+    found: list[int] = []
+    pid = os.getppid() if pid is None else _parent(pid)
+    while pid > 0 and pid not in found:
+        found.append(pid)
+        pid = _parent(pid)
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
 def kill_leaked(run_id: str) -> list[Leaked]:
-    """Find what is left of a run by its id and kill it by its pid; who that was."""
+    """Find what is left of a run by its id and kill it by its pid; who that was. Never whoever started us."""
     leaked: list[Leaked] = []
     wanted = f"{RUN_ID}={run_id}".encode()
+    family = ancestors()
     for pid in of_run(run_id):
+        if pid in family:
+            continue
         with contextlib.suppress(OSError):
             handle = os.pidfd_open(pid)
             try:  # asked again with the handle held: the number cannot change hands now
-                if _has(Path(f"/proc/{pid}"), wanted):
+                if has(pid, wanted):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                     leaked.append(Leaked(pid, words.decode("utf-8", "backslashreplace")))
@@ -64,10 +84,10 @@ def kill_leaked(run_id: str) -> list[Leaked]:
     return leaked
 
 
-def _has(entry: Path, wanted: bytes) -> bool:
-    """Whether a living process was started with this variable."""
+def has(pid: int, wanted: bytes) -> bool:
+    """Whether a living process was started with this NAME=value, as far as we may see."""
     try:
-        return wanted in (entry / "environ").read_bytes().split(b"\0")  # that of a zombie is empty
+        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # that of a zombie is empty
     except OSError:
         return False
 

@@ -30,17 +30,20 @@ class Reaper:
         os.close(read_end)
 
     def add(self, group: int) -> None:
-        os.write(self._pipe, f"+{group}\n".encode())
+        self._tell(f"+{group}")
 
     def remove(self, group: int) -> None:
-        os.write(self._pipe, f"-{group}\n".encode())
+        self._tell(f"-{group}")
 
     def close(self) -> None:
         """All is cleared up: it may go without doing anything."""
-        with contextlib.suppress(OSError):
-            os.write(self._pipe, b"done\n")
+        self._tell("done")
         os.close(self._pipe)
         os.waitpid(self._pid, 0)
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # somebody has killed it: the run goes on without
+            os.write(self._pipe, f"{line}\n".encode())
 
 
 def _wait(pipe: int, work: Path, run_id: str) -> None:

@@ -5,10 +5,7 @@ One loop, one thread. It signals only processes and groups that it has created, 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
-import os
 import secrets
 import signal
 import time
@@ -17,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.errors import ExitCode, LockstepError
-from lockstep.launch import banner, failure, link, processes, watchdog
+from lockstep.errors import ExitCode
+from lockstep.launch import banner, failure, link, processes, stacks, watchdog
 from lockstep.launch.beats import Beat
 from lockstep.launch.children import Proc
 from lockstep.launch.failure import End
@@ -34,7 +31,7 @@ TICK_SECONDS = 0.5
 SETTLE_SECONDS = 2.0  # how long a better candidate for the first cause is waited for
 DYING_SECONDS = 2.0  # after "a peer died" there is nothing to save
 HURRY_SECONDS = 0.3  # after the second Ctrl-C
-DUMP_SECONDS = 1.0
+READER_SECONDS = 1.0  # how long a run that was stopped waits for a reader that stands still
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,6 @@ class _Supervisor:
         for proc in procs:
             if len(proc.slots) == 1:
                 self.tags[proc.slots[0]] = proc.tag
-        run_id = procs[0].environ.get(processes.RUN_ID) or secrets.token_hex(8)
         self._say = say
         self._records = Records(watch.node, watch.log_folder, self.tell)
         self._slowness = watchdog.Slowness(watch.slow_factor)
@@ -91,19 +87,16 @@ class _Supervisor:
         self._awake_ns = 0  # silence from before this moment does not count
         self._started = time.time()
         self._kills_before = processes.memory_kills()
-        self.team = Team(slots, work=work, run_id=run_id)
+        # never one that was inherited: whoever carries that is not ours
+        self.team = Team(slots, work=work, run_id=secrets.token_hex(8))
 
     def tell(self, line: str) -> None:
-        """One line of the launcher's own, after what workers have printed so far."""
-        self.team.screen.drain(0.2)
-        if self.team.screen.closed:
-            return
-        try:
-            self._say(env.redact(line))
-        except BrokenPipeError:
-            self.team.screen.closed = True
-        except (OSError, LockstepError):  # a full disk behind `> file`: the run goes on, its own files have it all
-            return
+        """One line of the launcher's own, after what workers have printed so far. It waits for no reader."""
+        line, screen = env.redact(line), self.team.screen
+        if screen.descriptor < 0:  # standard output is no file
+            self._say(line)
+        else:
+            screen.put(f"{line}\n".encode("utf-8", "backslashreplace"))
 
     def _tell_all(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -127,7 +120,7 @@ class _Supervisor:
                 return self._finish(BROKEN_PIPE)
             if self._hear():
                 team.end_all(HURRY_SECONDS)
-                return self._finish(int(ExitCode.INTERRUPTED))
+                return self._finish(int(ExitCode.INTERRUPTED), reader_seconds=0)
             if (end := self._first_failure()) is not None:
                 return self._fail(end)
             if not team.alive:
@@ -146,19 +139,27 @@ class _Supervisor:
 
     def _first_failure(self) -> End | None:
         """The worker to blame. Who only lost a peer, or left early, is it when nobody better turns up in time."""
-        codes = {0, *STOPS.values()}
-        failed = [end for end in self.team.ends.values() if end.early or end.code not in codes]
+        failed = [end for end in self.team.ends.values() if self._is_failure(end)]
         if not failed:
             return None
         if strong := next((end for end in failed if not end.weak), None):
             return strong
         self._weak_since = self._weak_since or time.monotonic()
         if not self.team.alive:
-            if all(end.early for end in failed) and len(failed) == len(self.team.ends):
+            idle = all(not beat.run and beat.step < 0 for beat in self.team.beats.read_all())
+            if idle and all(end.early for end in failed) and len(failed) == len(self.team.ends):
                 return None  # all left together: they had nothing to do
         elif time.monotonic() < self._weak_since + SETTLE_SECONDS:
             return None
         return min(failed, key=lambda end: end.secondary)
+
+    def _is_failure(self, end: End) -> bool:
+        """Whether it is neither done nor stopped. After a stop, to lose a peer is a part of it."""
+        if end.early or not end.code:
+            return end.early
+        if self.team.stop is not None:
+            return end.code not in STOPS.values() and not end.secondary
+        return end.code not in STOPS.values() or bool(end.record)
 
     def _code(self) -> int:
         """All have ended and none has failed: done, or stopped by a signal."""
@@ -172,10 +173,12 @@ class _Supervisor:
         now = time.monotonic()
         if now < self._ticked + self._tick_seconds:
             return None
-        if now > self._ticked + 10 * self._tick_seconds + 1:  # this process, and perhaps all, stood still
+        team, passed = self.team, now - self._ticked
+        if passed > 10 * self._tick_seconds + 1:  # this process, and perhaps all, stood still
+            self._awake_ns, passed = time.monotonic_ns(), 0.0
+        if team.paused:  # workers wait for the reader of their lines
             self._awake_ns = time.monotonic_ns()
         self._ticked = now
-        team = self.team
         for child in team.alive:
             for slot in child.proc.slots:
                 team.stranger(child, slot)
@@ -184,12 +187,11 @@ class _Supervisor:
         self._records.write_heartbeats(beats, self.tags)
         going = [beat for beat in beats if beat.slot not in team.ends]
         self._compare_speed(going)
-        if team.stop is not None and now > team.stop_at + self.watch.grace_seconds and team.disobedient():
-            self.tell("[WARNING] a worker was asked to stop and goes on: all are ended")
+        if team.stop is not None and team.overdue(self.watch.grace_seconds, passed):
+            self.tell("[WARNING] a worker was asked to stop and does not: all are ended")
             team.end_all(DYING_SECONDS)
             return None
-        if self._awake_ns:
-            going = [dataclasses.replace(beat, mark_ns=max(beat.mark_ns, self._awake_ns)) for beat in going]
+        going = watchdog.counted_from(going, awake_ns=self._awake_ns, ended_ns=team.ended_ns)
         hang_seconds = self.watch.hang_seconds
         now_ns = time.monotonic_ns()
         return watchdog.find_hang(going, now_ns=now_ns, hang_seconds=hang_seconds, state_of=watchdog.process_state)
@@ -203,7 +205,9 @@ class _Supervisor:
         """Show where everybody is, then end all."""
         team = self.team
         silent = self._probe() if hang.slot is None else []
-        self._dump_stacks()
+        going = [beat for beat in team.beats.read_all() if beat.slot not in team.ends]
+        stacks.dump(team.work, going, send=team.send, wait=team.wait)
+        self._records.keep_stacks(team.work, self.tags)
         hang = (
             hang if silent else watchdog.corrected(hang, team.beats.read_all(), link.read_stacks(team.work, team.slots))
         )
@@ -215,26 +219,6 @@ class _Supervisor:
                 if child.proc.slots == (hang.slot,):
                     child.send_group(signal.SIGKILL)  # it does not hear anything else
         return self._conclude(end, kind=kind, cause=cause)
-
-    def _dump_stacks(self) -> None:
-        """Ask each worker's faulthandler; a stopped one writes as soon as it may run."""
-        team = self.team
-        asked: dict[int, int] = {}
-        for beat in team.beats.read_all():
-            if beat.pid and beat.dumps and beat.slot not in team.ends:
-                with contextlib.suppress(OSError):
-                    asked[beat.slot] = link.stacks_path(team.work, beat.slot).stat().st_size
-                    link.ask_for_stacks(beat.pid)
-                    if watchdog.process_state(beat.pid) == "T":
-                        os.kill(beat.pid, signal.SIGCONT)
-        deadline = time.monotonic() + DUMP_SECONDS
-        while time.monotonic() < deadline:
-            team.wait(0.05)
-            sizes = {slot: link.stacks_path(team.work, slot).stat().st_size for slot in asked}
-            if all(sizes[slot] > asked[slot] for slot in asked):
-                break
-        team.wait(0.05)  # the last of them may still be writing
-        self._records.keep_stacks(team.work, self.tags)
 
     def _probe(self) -> list[watchdog.Silent]:
         """Which other nodes do not answer."""
@@ -281,7 +265,9 @@ class _Supervisor:
             self._tell_all(failure.block(record, nodes=self.watch.nodes))
         return self._finish(code, record)
 
-    def _finish(self, code: int, record: dict[str, Any] | None = None) -> Outcome:
+    def _finish(
+        self, code: int, record: dict[str, Any] | None = None, *, reader_seconds: float = float("inf")
+    ) -> Outcome:
         """Nobody is left; everything is written."""
         team = self.team
         beats = team.beats.read_all()
@@ -294,8 +280,9 @@ class _Supervisor:
             self._tell_all(banner.ended(team.children))
         for process in leaked:
             self.tell(f"[WARNING] leaked process {process.pid} of this run was killed: {process.command[:200]}")
-        while team.screen.waiting and not team.inbox.received:  # a pager that stands still, until Ctrl-C
-            team.screen.drain(0.2)
+        deadline = time.monotonic() + min(reader_seconds, float("inf") if team.stop is None else READER_SECONDS)
+        while team.screen.waiting and not team.inbox.received and time.monotonic() < deadline:
+            team.screen.drain(0.2)  # a pager that stands still, until Ctrl-C
         return Outcome(
             exit_code=code,
             failure=record,

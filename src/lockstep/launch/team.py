@@ -18,7 +18,11 @@ from lockstep.launch.children import Child, Inbox, Proc, Stranger
 from lockstep.launch.failure import End
 from lockstep.launch.output import Output, Screen
 from lockstep.launch.reaper import Reaper
+from lockstep.launch.torchrun import exit_code_of
 
+STEPS_TO_STOP = 3  # the wish travels one step ahead of the one that is being made, and was read a step late
+STEPS_OF_PATIENCE = 3  # a worker that waits for nobody may take so long for what it is at
+AT_WORK = ("save", "evaluate", "done")  # where a worker that was asked to stop may take its time
 LINE_SECONDS = 0.3  # what a worker that listens to its line needs to end
 LAST_SECONDS = 5.0  # after SIGKILL; a process that cannot die then is the kernel's matter
 STOPS: dict[int, int] = {  # signal -> exit code of a run that it has ended
@@ -47,11 +51,13 @@ class Team:
         self.screen = Screen(_stdout_descriptor())
         self.children: list[Child] = []
         self.ends: dict[int, End] = {}
+        self.ended_ns = 0  # when the last of those that have ended did
         self.stop: int | None = None  # the signal by which a graceful end was asked for
-        self.stop_at = 0.0
+        self.paused = False  # a reader that stands still makes workers wait
         self._stop_steps: dict[int, int] = {}
+        self._beyond: dict[int, float] = {}  # slot -> seconds in steps that it should not have begun
+        self._ended_by_us = False
         self._strangers: dict[int, Stranger] = {}
-        self._paused = False
         self._lines = [_open_line(link.line_path(work, slot)) for slot in range(slots)]
         self._reaper = Reaper(work, run_id)
         self._selector = selectors.PollSelector()
@@ -78,8 +84,8 @@ class Team:
         """Until something happens, at most so long; and deal with it."""
         if self.screen.waiting and self.screen.descriptor not in self._selector.get_map():
             self._selector.register(self.screen.descriptor, selectors.EVENT_WRITE, self._drain_screen)
-        if self.screen.full != self._paused:
-            self._pause(not self._paused)
+        if (self.screen.full and not self.screen.hurried) != self.paused:
+            self._pause(not self.paused)
         for key, _event in self._selector.select(seconds):
             if key.fd in self._selector.get_map():
                 key.data()
@@ -87,7 +93,8 @@ class Team:
     def ask_to_stop(self, number: int) -> None:
         """A graceful end: each worker hears the signal, saves, and ends."""
         if self.stop is None:
-            self.stop, self.stop_at = number, time.monotonic()
+            self.stop = number
+            self.screen.hurried = True
             self._stop_steps = {slot: self.beats.read(slot).step for slot in range(self.slots)}
         for child in self.alive:
             strangers = [stranger for slot in child.proc.slots if (stranger := self.stranger(child, slot))]
@@ -96,10 +103,33 @@ class Team:
             if not strangers:
                 child.send(number)
 
-    def disobedient(self) -> bool:
-        """Whether a worker that was asked to stop goes on making steps instead."""
-        going = [self.beats.read(slot) for slot in self._stop_steps if slot not in self.ends]
-        return any(beat.section != "save" and beat.step > self._stop_steps[beat.slot] + 1 for beat in going)
+    def overdue(self, grace: float, passed: float) -> bool:
+        """Whether a worker that was asked to stop goes on, or stays where it is although another has ended.
+
+        passed: seconds since the last look. A worker that waits for others inside a kernel hears no signal.
+        """
+        now_ns = time.monotonic_ns()
+        for slot in self._stop_steps:
+            beat = self.beats.read(slot)
+            if slot in self.ends or beat.section in AT_WORK:
+                continue
+            if self._stop_steps[slot] < 0:  # it had not begun when it was asked, and may do so at any step
+                self._stop_steps[slot] = beat.step
+            if beat.step > self._stop_steps[slot] + STEPS_TO_STOP:
+                self._beyond[slot] = self._beyond.get(slot, 0.0) + passed
+            alone = (now_ns - max(self.ended_ns, beat.mark_ns)) / 1e9 if self.ends else 0.0
+            patience = grace + STEPS_OF_PATIENCE * max(beat.busy, default=0.0)
+            if max(alone, self._beyond.get(slot, 0.0)) > patience:
+                return True
+        return False
+
+    def send(self, slot: int, number: int) -> None:
+        """A signal to the worker of one slot."""
+        child = next(child for child in self.children if slot in child.proc.slots)
+        if stranger := self.stranger(child, slot):
+            stranger.send(number)
+        elif len(child.proc.slots) == 1:
+            child.send(number)
 
     def stranger(self, child: Child, slot: int) -> Stranger | None:
         """The worker of a slot, where an agent or a shell stands between us and it."""
@@ -117,6 +147,7 @@ class Team:
 
     def end_all(self, seconds: float) -> None:
         """End every worker without saving: told by its line, then by SIGTERM; after so many seconds by SIGKILL."""
+        self._ended_by_us = self.screen.hurried = True
         for line in self._lines:
             with contextlib.suppress(OSError):
                 os.write(line, link.PEER_DIED)
@@ -155,9 +186,10 @@ class Team:
         for line in self._lines:
             os.close(line)
         self.beats.close()
-        self.inbox.close()
         shutil.rmtree(self.work, ignore_errors=True)
         self._reaper.close()
+        self.screen.close()
+        self.inbox.close()  # last: a signal must not cut the clearing up short
 
     def record(self, slot: int) -> dict[str, object]:
         """What a worker has said about its failure."""
@@ -185,7 +217,7 @@ class Team:
 
     def _pause(self, paused: bool) -> None:
         """A reader that does not keep up makes workers wait, as it would without us; the watching goes on."""
-        self._paused = paused
+        self.paused = paused
         for child in self.children:
             if child.pipe_open and child.output.shown:
                 if paused:
@@ -205,8 +237,21 @@ class Team:
                 return
             told = [slot for slot in slots if self.record(slot)]
             slots = (sorted(told, key=lambda slot: bool(self.record(slot).get("secondary"))) or slots)[:1]
+            if not told:
+                self._note_agent(child, slots[0])
+                return
         for slot in slots:
             self._note(slot, child.code, child.by_signal)
+
+    def _note_agent(self, child: Child, slot: int) -> None:
+        """An agent has failed, and no worker has said why: it was stopped itself, or its own summary tells."""
+        assert child.code is not None
+        if self.stop is not None:
+            self._note(slot, int(STOPS[self.stop]), 0)
+            return
+        self._read(child)
+        code = exit_code_of(child.output.tail.decode("utf-8", "backslashreplace"))
+        self._note(slot, child.code if code is None else code, child.by_signal)
 
     def _note_stranger(self, stranger: Stranger) -> None:
         self._selector.unregister(stranger.handle)
@@ -222,10 +267,20 @@ class Team:
         if code == Stranger.UNKNOWN:
             told = record.get("exit_code")
             code = told if isinstance(told, int) else int(section != "done")
+        if by_signal and self._ended_by_us and self.stop is not None:  # it did not listen
+            code, by_signal = STOPS[self.stop], 0
         early = code == 0 and section != "done" and self.stop is None
         self.ends[slot] = End(slot, code, by_signal, early=early, record=record)
-        if code in ASKS and self.stop is None:
+        self.ended_ns = time.monotonic_ns()
+        if code in ASKS and self.stop is None and not record and not self._is_aftermath(slot):
             self.ask_to_stop(ASKS[code])
+
+    def _is_aftermath(self, slot: int) -> bool:
+        """Whether an agent has ended this worker because another had lost a peer."""
+        agents = [child.proc.slots for child in self.children if len(child.proc.slots) > 1]
+        return any(
+            slot in slots and self.ends[other].secondary for slots in agents for other in slots if other in self.ends
+        )
 
 
 def _open_line(path: Path) -> int:

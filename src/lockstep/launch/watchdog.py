@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.launch.beats import RING, Beat
 
 START_FACTOR = 10  # importing and joining may take so many times longer than a step
-UNLIMITED = ("prepare", "done")
+UNLIMITED = ("prepare", "done")  # of one that runs; `done` only while another is not
 WINDOW = 16  # steps whose median is compared
 STRIDE = 8  # steps between two comparisons
 STRIKES = 2  # comparisons in a row that make a worker slow
@@ -45,6 +45,14 @@ def limit(section: str, hang_seconds: float) -> float:
     return hang_seconds * (START_FACTOR if section == "start" else 1)
 
 
+def counted_from(beats: Sequence[Beat], *, awake_ns: int, ended_ns: int) -> list[Beat]:
+    """The same readings, without the silence that nobody is to blame for: while all stood still (until awake_ns), and
+    of those that are done while they waited for others (until ended_ns).
+    """
+    floors = {beat.slot: max(awake_ns, ended_ns if beat.section == "done" else 0) for beat in beats}
+    return [dataclasses.replace(beat, mark_ns=max(beat.mark_ns, floors[beat.slot])) for beat in beats]
+
+
 def find_hang(
     beats: Sequence[Beat], *, now_ns: int, hang_seconds: float, state_of: Callable[[int], str]
 ) -> Hang | None:
@@ -52,12 +60,16 @@ def find_hang(
 
     A stopped process first; then whoever is late in work of his own, the one furthest behind, the longest silent. Who
     only waits for others is late for as long as one of them works. Every worker waiting: the culprit is elsewhere.
+    Workers that are done may wait for those that are not, and have no reason to stay when all are.
     """
-    late = [beat for beat in beats if beat.age(now_ns) > limit(beat.section, hang_seconds)]
-    if not late:
+    silent = [beat for beat in beats if beat.age(now_ns) > hang_seconds]
+    late = [beat for beat in silent if beat.age(now_ns) > limit(beat.section, hang_seconds)]
+    if len(silent) == len(beats) and all(beat.section == "done" for beat in beats):
+        late = silent
+    if not late and not any(beat.pid and state_of(beat.pid) == "T" for beat in silent):
         return None
     suspects = [beat for beat in beats if beat.section != "done"]
-    stopped = [beat for beat in suspects if beat.pid and state_of(beat.pid) == "T"]
+    stopped = [beat for beat in beats if beat.pid and state_of(beat.pid) == "T"]
     culprits = stopped or [beat for beat in late if beat.section != "communication"]
     if not culprits:
         if any(beat.section != "communication" for beat in suspects):

@@ -109,9 +109,12 @@ def _judge(run: RunDir, events: Sequence[dict[str, Any]], who: owner.Owner | Non
     since = next((at for at in reversed(range(len(events))) if events[at]["kind"] in ("start", "resume")), 0)
     last = next((event for event in reversed(events[since:]) if event["kind"] in ("end", "fault")), None)
     failure = _read_json(run.failure)  # a new attempt takes the old one's away
-    code = (last or failure).get("exit_code")
+    ended = bool(
+        last and last["kind"] == "end"
+    )  # else the first cause, which a worker that lost its peer does not know
+    code = ((last if ended else failure or last) or {}).get("exit_code")
     code = code if isinstance(code, int) else None
-    if last and last["kind"] == "end":
+    if ended:
         life: Life = "done" if code == 0 else "stopped" if code in STOPPED else "failed"
         return life, code
     if last or failure:

@@ -23,6 +23,7 @@ SHORTEST_SECRET = 6  # hiding every `x` would hide nothing but the text
 LARGEST_STEP = 0xFFFF_FFF0  # SLURM numbers the batch script, the interactive shell and their like from here on
 PORTS = range(20_000, 60_000)  # where SLURM jobs meet
 REFUSED_PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
+DEVICE = "LOCKSTEP_DEVICE"  # of a process that was given a GPU: it uses it or says why not
 _hidden: set[str] = set()
 
 
@@ -59,7 +60,8 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
     if "SLURM_PROCID" not in environ:
         return False
     if "SLURM_STEP_ID" not in environ:
-        return "SLURM_TASK_PID" not in environ
+        place = ("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST")
+        return "SLURM_TASK_PID" not in environ and any(name in environ for name in place)
     return _number(environ, "SLURM_STEP_ID") < LARGEST_STEP
 
 
@@ -194,6 +196,25 @@ def _ask(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
+def given_port() -> int | None:
+    """MASTER_PORT, where it is set; one that makes no sense is refused."""
+    if not os.environ.get("MASTER_PORT"):
+        return None
+    port = _number(os.environ, "MASTER_PORT", least=1)
+    _below("MASTER_PORT", port, "the number of ports", 65_536)
+    return port
+
+
+def check_host(name: str) -> None:
+    """Refuse a host that nobody knows."""
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"no such host: {name[:200]!r}", where="--master-addr", hint="its address in numbers"
+        ) from error
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port nobody listens on at this moment."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
@@ -215,21 +236,17 @@ def check_port(port: int, host: str = "") -> None:
                 raise ConfigError(
                     f"port {port} cannot be used: {error.strerror}", hint="choose another port"
                 ) from error
-            raise ConfigError(f"port {port} is taken{_holder(port)}", hint="choose another port, or none") from error
+            raise ConfigError(f"port {port} is taken{holder(port)}", hint="choose another port, or none") from error
 
 
-def _holder(port: int) -> str:
+def holder(port: int) -> str:
+    """` by process N`, as far as the system shows who listens there."""
     import psutil  # only to explain a failure
 
     for connection in psutil.net_connections(kind="tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr[1] == port:
             return f" by process {connection.pid}" if connection.pid else ""
     return ""
-
-
-def launcher_precision(environ: Mapping[str, str] | None = None) -> str | None:
-    """The precision that accelerate was asked for. It exports `no` unasked, so that is no wish."""
-    return launcher_wishes(environ).get("training.precision")
 
 
 def launcher_wishes(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -241,7 +258,7 @@ def launcher_wishes(environ: Mapping[str, str] | None = None) -> dict[str, str]:
             hint = "accelerate launch --multi_gpu, with --mode fsdp for a sharded model"
             raise ConfigError(f"accelerate asks for {plugin}, which lockstep does not use", where=name, hint=hint)
     wishes: dict[str, str] = {}
-    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()  # `no` is exported unasked: no wish
     if precision not in ("no", ""):
         wishes["training.precision"] = precision
     if _is_true(environ.get("ACCELERATE_USE_CPU")):
@@ -288,6 +305,7 @@ def show_only(gpu: int) -> None:
     """From here on this process sees one GPU, numbered as nvidia-smi does; before CUDA is first asked."""
     os.environ.update(CUDA_VISIBLE_DEVICES=str(gpu), HIP_VISIBLE_DEVICES=str(gpu), CUDA_DEVICE_ORDER="PCI_BUS_ID")
     os.environ.setdefault("GPU_RANK", str(gpu))
+    os.environ[DEVICE] = "cuda"
 
 
 def launcher_pid() -> int:

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lockstep import errors
+from lockstep import errors, rundir
 from lockstep.errors import ConfigError, ExitCode, LockstepError
 from lockstep.runtime import env as environment
 from lockstep.runtime.env import Env
+from lockstep.runtime.marks import Marks, NoMarks, Told
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -32,6 +33,10 @@ T = TypeVar("T")
 JOIN_SECONDS = 60.0  # beyond the arrival of the last one that did
 MARGIN_SECONDS = 30.0  # the watchdog, which can name who is stuck, speaks before a collective gives up
 SLICE_SECONDS = 1.0  # of a long wait: in between, signals are heard
+POLL_SECONDS = 0.02  # the longest nap while waiting for an exchange on the host
+PULSE = "pulse"  # what ranks that make the others wait count up
+EVER = timedelta(days=365)  # who waits on the host waits as long as the others live; a watchdog judges who is stuck
+PORT_FILE = "port"  # in the work folder: where rank 0 listens, if it was to choose
 CLOSE_SECONDS = 5.0
 LOST = (  # how gloo, NCCL and the store say that somebody is gone or silent
     "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed",
@@ -66,6 +71,7 @@ class Group:
         control: ProcessGroup | None = None,
     ) -> None:
         self.rank, self.world = rank, world
+        self.link: Marks = NoMarks()  # who is to know that this rank only waits
         self._store, self._control = store, control
         self._told = 0
 
@@ -86,32 +92,57 @@ class Group:
                 raise
             self._store.set(key, json.dumps({"value": value}))
             return value
-        _wait_for(self._store, key)
+        self._wait(self._store, lambda nap: _has(self._store, key, nap))
         said = json.loads(self._store.get(key))
         if "error" in said:
             raise _from_json(said["error"])
         return said["value"]
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON value of every rank, on every rank."""
+        """The JSON value of every rank, on every rank; waits as long as the others live."""
         if self._control is None:
             return [value]
         content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([content.numel()]), group=self._control)
+        self._finish(dist.all_gather(sizes, torch.tensor([content.numel()]), group=self._control, async_op=True))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: content.numel()] = content
         contents = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(contents, padded, group=self._control)
+        self._finish(dist.all_gather(contents, padded, group=self._control, async_op=True))
         return [
             json.loads(bytes(each[: int(size)].tolist()).decode()) for each, size in zip(contents, sizes, strict=True)
         ]
 
     def barrier(self) -> None:
-        """Nobody goes on before all are here."""
-        if self._control is not None:
-            dist.barrier(group=self._control)
+        """Nobody goes on before all are here; waits as long as the others live."""
+        self.gather(None)
+
+    def told(self, link: Marks) -> Marks:
+        """Marks that the others hear of too: for work that makes them wait, on other nodes as well."""
+        store = self._store
+        return link if store is None else Told(link, lambda: store.add(PULSE, 1))
+
+    def _finish(self, work: Work | None) -> None:
+        assert work is not None
+        self._wait(self._store, lambda nap: _is_done(work, nap))
+        work.wait()  # raises what went wrong
+
+    def _wait(self, store: Store | None, done: Callable[[float], bool]) -> None:
+        """Until `done(seconds to wait at most)`. This rank's section is then `communication`, if it has begun to train;
+        and it shows progress as long as those it waits for do.
+        """
+        section = getattr(self.link, "section", "start")
+        waiting = section if section in ("start", "prepare") else "communication"
+        heard, looked = None, time.monotonic()
+        self.link.enter(waiting)
+        while not done(SLICE_SECONDS):
+            if store is not None and time.monotonic() - looked > SLICE_SECONDS:
+                looked, pulse = time.monotonic(), store.add(PULSE, 0)
+                if heard is not None and pulse != heard:
+                    self.link.enter(waiting)
+                heard = pulse
+        self.link.enter(section)
 
     def sum_(self, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
         """Replace the tensor by its SUM over ranks, where it is; async_op: once the returned work is done."""
@@ -147,14 +178,17 @@ def join(env: Env, device: torch.device, *, timeout_seconds: float, join_seconds
         return Group()
     address, port = environment.rendezvous(env)
     _use_interface_towards(address, port)
+    agreed = _port_file(env)
+    if agreed:
+        port = _read_port(agreed, join_seconds) if env.rank else 0
     store = _open_store(env, address, port, join_seconds)
-    _meet(store, env, f"{address}:{port}", join_seconds)
+    _meet(store, env, f"{address}:{port}" if port else address, join_seconds)
     timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
     on_cuda = environment.get("LOCKSTEP_CUDA_BACKEND", "nccl")  # gloo: ranks that share one GPU, which NCCL refuses
     backend = f"cpu:gloo,cuda:{on_cuda}" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout)
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=EVER)
     except (RuntimeError, ValueError) as error:
         raise LockstepError(
             f"rank {env.rank} of {env.world} cannot join the others: {str(error).splitlines()[0][:200]}",
@@ -182,12 +216,16 @@ def _open_store(env: Env, address: str, port: int, join_seconds: float) -> Store
                 wait_for_workers=False,
             ),
         )
+        if port == 0 and (agreed := _port_file(env)):
+            rundir.write_bytes(agreed, str(store.port).encode())
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_listens else "0"
         return PrefixStore(f"attempt/{attempt}", store)
     except (RuntimeError, ValueError) as error:
         if listens and ("EADDRINUSE" in str(error) or "already in use" in str(error)):
             raise ConfigError(
-                f"port {port} is taken{_holder(port)}", where=place, hint="another --master-port, or none: a free one"
+                f"port {port} is taken{environment.holder(port)}",
+                where=place,
+                hint="another --master-port, or none: a free one",
             ) from error
         says = "cannot listen" if listens else f"cannot be reached within {join_seconds:g} s"
         raise LockstepError(
@@ -195,6 +233,22 @@ def _open_store(env: Env, address: str, port: int, join_seconds: float) -> Store
             where=place,
             hint="--master-addr and --master-port must name the first node, and no firewall stand between",
         ) from error
+
+
+def _port_file(env: Env) -> Path | None:
+    """Where rank 0 tells its port, if our launcher leaves the choice to it: one found earlier may be taken by then."""
+    work, free = environment.get("LOCKSTEP_WORK"), environment.get("LOCKSTEP_PORT_FREE") == "1"
+    agent_listens = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Path(work) / PORT_FILE if work and free and env.nodes == 1 and not agent_listens else None
+
+
+def _read_port(path: Path, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise LockstepError(f"rank 0 did not begin to listen within {seconds:g} s", where=str(path))
+        time.sleep(POLL_SECONDS)
+    return int(path.read_text(encoding="utf-8"))
 
 
 def _within(seconds: float, action: Callable[[], T]) -> T:
@@ -237,11 +291,23 @@ def _meet(store: Store, env: Env, place: str, join_seconds: float) -> None:
         raise LockstepError(f"rank 0 is gone: {str(error).splitlines()[0][:200]}", where=place) from error
 
 
-def _wait_for(store: Store, key: str) -> None:
-    while True:
-        with contextlib.suppress(dist.DistStoreError):  # not yet; a store that is gone is another error
-            store.wait([key], timedelta(seconds=SLICE_SECONDS))
-            return
+def _has(store: Store | None, key: str, seconds: float) -> bool:
+    assert store is not None
+    with contextlib.suppress(dist.DistStoreError):  # not yet; a store that is gone is another error
+        store.wait([key], timedelta(seconds=seconds))
+        return True
+    return False
+
+
+def _is_done(work: Work, seconds: float) -> bool:
+    """In short naps, in between which signals are heard."""
+    deadline, nap = time.monotonic() + seconds, 1e-4
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(nap)
+        nap = min(2 * nap, POLL_SECONDS)
+    return True
 
 
 def _as_json(error: Exception) -> dict[str, Any]:
@@ -284,26 +350,3 @@ def _use_interface_towards(address: str, port: int) -> None:
             if any(each.address == own for each in addresses):
                 environment.setdefault("GLOO_SOCKET_IFNAME", name)
                 return
-
-
-def _holder(port: int) -> str:
-    """` by NAME (pid N)`, as far as /proc shows it."""
-    inodes = {
-        line.split()[9]
-        for table in ("tcp", "tcp6")
-        for line in _lines(Path(f"/proc/net/{table}"))[1:]
-        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"  # listening
-    }
-    wanted = {f"socket:[{inode}]" for inode in inodes}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if any(str(each.readlink()) in wanted for each in (folder / "fd").iterdir()):
-                return f" by {(folder / 'comm').read_text().strip()} (pid {folder.name})"
-    return ""
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

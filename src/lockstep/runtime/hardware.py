@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.runtime import env
 
 # Dense bf16/fp16 peak in FLOP/s by a word of the card's name: what vendors' data sheets give, the first match counts.
 PEAK_FLOPS = (
@@ -21,8 +22,15 @@ PEAK_FLOPS = (
 
 def pick_device(asked: str, device_id: int) -> torch.device:
     """The device for `auto | cuda | cpu`; a GPU that was asked for and is not there is refused."""
+    if asked == "auto" and env.get(env.DEVICE) == "cuda":  # the launcher has found this GPU and given it to us
+        asked = "cuda"
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available() and not (torch.version.cuda or torch.version.hip):
+        raise ConfigError(
+            f"system.device: cuda was asked for, but torch {torch.__version__} is built for the CPU only",
+            hint="--device cpu, or install a CUDA build of torch",
+        )
     if not torch.cuda.is_available():
         raise ConfigError("system.device: cuda was asked for, but this machine shows no GPU", hint="--device cpu")
     count = torch.cuda.device_count()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.runtime.grid import grid
 from lockstep.runtime.marks import Marks, NoMarks
 
 if TYPE_CHECKING:
@@ -79,20 +79,6 @@ def _cut(tensor: Tensor) -> tuple[DeviceMesh, int]:
     cut = [dimension for dimension, placement in enumerate(shared.placements) if placement.is_shard(0)]
     assert len(cut) == 1, f"cut along the first dimension, once: {shared.placements}"
     return shared.device_mesh, cut[0]
-
-
-def grid(mode: str, *, world: int, nodes: int = 1) -> tuple[int, int]:
-    """(copies of the model, shards of each copy). hsdp: shards in a node, copies across nodes; on one node 2 copies."""
-    if mode == "fsdp":
-        return 1, world
-    copies = nodes if nodes > 1 else 2
-    if world % copies or world < 2:
-        raise ConfigError(
-            f"hsdp makes {copies} equal copies of the model: {world} workers cannot be divided so",
-            where="system.mode",
-            hint=f"--mode fsdp, or a multiple of {copies} workers",
-        )
-    return copies, world // copies
 
 
 class Sharded:

@@ -20,11 +20,15 @@ EXIT_CODES = {
 
 
 class StopRequest:
-    """Remembers the first signal. While `patient`, the loop looks at it between steps; else it raises at once."""
+    """Remembers the first signal. While `patient`, the loop looks at it between steps; else it raises at once.
+
+    It raises once: who is on the way out is not disturbed any more.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.patient = False
+        self.raised = False
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -38,7 +42,8 @@ class StopRequest:
         """The signal handler: the second SIGINT never waits."""
         impatient = self.signal is not None and number == signal.SIGINT
         self.signal = self.signal or signal.Signals(number)
-        if impatient or not self.patient:
+        if (impatient or not self.patient) and not self.raised:
+            self.raised = True
             raise self.error()
 
 
