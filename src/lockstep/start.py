@@ -196,7 +196,10 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
         procs = _plan(
             asked, gpus, meeting, on_cpu=on_cpu, environ=_environment(loaded, on_cpu=on_cpu) | free, work=work
         )
-        return supervise(procs, watch, work, asked.told).exit_code
+        outcome = supervise(procs, watch, work, asked.told)
+    if 0 < len(outcome.slow) < len(gpus):  # all of them in turn is a busy machine, not a slow worker
+        asked.told(f"[WARNING] slower than the other workers in this run: {', '.join(outcome.slow)}")
+    return outcome.exit_code
 
 
 def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:

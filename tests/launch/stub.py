@@ -8,7 +8,7 @@ cannot work without), allocate (memory up to RLIMIT_AS), eat (up to the kernel's
 as a consequence of rank 1), lag=N (makes N more steps when asked to stop), evaluate_seconds=S (before it saves), stuck
 (rank 1 hears nothing when asked to stop), lost (rank 1 goes on until rank 0 has left, then fails for that), save_each
 (saves after every step), idle (leaves without a run), told=CODE (rank 1 tells a failure and leaves with this code),
-linger (rank 1 stays when all is done). The run folder is in STUB_RUN.
+linger (rank 1 stays when all is done), mute (rank 0 does not show its stacks). The run folder is in STUB_RUN.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ def main() -> int:
         subprocess.Popen([sys.executable, "-c", ASLEEP])
     if chosen.get("daemon") and place.rank == 0:
         daemonise()
+    if chosen.get("mute") and place.rank == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {links.STACKS_SIGNAL})
     if chosen.get("idle"):
         os._exit(0)
     try:

@@ -85,7 +85,7 @@ def end_badly(
             link.step if link.step >= 0 else record["step"]
         )  # the one that failed, not the last that is done
         with contextlib.suppress(OSError):
-            if alone:
+            if alone and sinks:
                 rundir.write_json(run.failure, record)
             link.fail(record)
     told = {"failure" if key == "kind" else key: value for key, value in record.items()}  # an event has its own kind

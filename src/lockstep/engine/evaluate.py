@@ -34,6 +34,8 @@ def evaluate(stepper: Stepper, batches: Sequence[Batch]) -> Mapping[str, float]:
                     table[1, index, group.rank] = part.weight
     finally:
         stepper.model.train()
+    if group.world > 1:
+        stepper.link.enter("communication")
     for table in totals.values():
         group.sum_(table)
     return {name: _ratio(*table.cpu().flatten(1)) for name, table in totals.items()}

@@ -48,8 +48,9 @@ def compare(parts: Parts, group: Group, *, mode: str) -> None:
         parts.tell("replicas", step=parts.progress.step, count=group.world, digest=mine["result"].split()[0])
         return
     names = [each["tag"].replace("GPU", "GPU ") or f"worker {rank}" for rank, each in enumerate(told)]
-    error = LockstepError(_words(names, verdict, step=parts.progress.step), exit_code=ExitCode.BAD_DEVICE)
-    error.secondary = group.rank != 0  # one tells it for all
+    hint = "run it again; if it is the same GPU, leave it out (--gpus) and have it looked at"
+    error = LockstepError(_words(names, verdict, step=parts.progress.step), hint=hint, exit_code=ExitCode.BAD_DEVICE)
+    error.secondary = group.rank != (verdict.wrong[0] if verdict.wrong else 0)  # one tells it for all
     raise error
 
 

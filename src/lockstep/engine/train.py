@@ -203,6 +203,8 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
             if isinstance(explained, Stopped) and parts and parts.progress.step:
                 explained.where, explained.hint = str(run.root), present.resume_command(run)
             explained.run = run.root  # pyright: ignore[reportAttributeAccessIssue] - where a crash report belongs
+            if point and not parts and isinstance(explained, LockstepError):
+                sinks.clear()  # refused before it began: what the run has done so far stands as it is
             endings.end_badly(run, explained, sinks, parts, place=around.place, link=around.link)
             if explained is error:
                 raise

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import rundir
+from lockstep.errors import ExitCode
 from lockstep.launch import processes
 from lockstep.launch.watchdog import Hang
 from lockstep.runtime import env
@@ -129,6 +130,12 @@ def build(
     }
     told = ("step", "section", "exception", "trace", "next", "secondary")
     return record | {key: own[key] for key in told if own.get(key) not in (None, "", [])}
+
+
+def is_refusal(record: Mapping[str, Any]) -> bool:
+    """Whether a run was refused before its first step: a mistake in what was asked for, not a failure on a GPU."""
+    refused = (ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FOUND, ExitCode.CANNOT_CREATE)
+    return record["exit_code"] in refused and (record["step"] is None or record["step"] < 0)
 
 
 def _next_command(run: Path | None) -> str:

@@ -255,6 +255,8 @@ class _Supervisor:
         if not record["log"] and not child.output.shown:  # else nobody would ever see it
             prefix = prefix_of(child.proc.tag, self.watch.prefix).decode()
             self._tell_all(prefix + line for line in tail)
+        if child.output.shown and failure.is_refusal(record):  # it has said why; nothing was trained that could fail
+            return self._finish(code, record)
         if self._records.run is not None and (
             complaint := failure.store(self._records.run, record, started=self._started)
         ):

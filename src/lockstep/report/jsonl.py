@@ -47,7 +47,7 @@ class EventSink:
             "time": time.time(),
         }
         if self._facts:
-            fields |= self._facts()
+            fields |= self._plain(self._facts())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             fields = self._plain(fields)
         self._append(fields)
