@@ -22,6 +22,7 @@ from lockstep.engine import checkpoint, legacy
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.step import Stepper
 from lockstep.errors import LockstepError
+from lockstep.runtime.marks import NoMarks
 
 ELEMENTS = 300_000  # about 1 MB a tensor
 
@@ -51,7 +52,7 @@ class InPlace(Checkpointer):
     def save(self, step: int, state: State) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rundir, "publishing", lambda _final: contextlib.nullcontext(self.folder / IN_PLACE))
+            patch.setattr(rundir, "publishing", lambda *_: contextlib.nullcontext(self.folder / IN_PLACE))
             (self.folder / IN_PLACE).mkdir(exist_ok=True)
             super().save(step, state)
         rundir.seal(self.folder / IN_PLACE)
@@ -124,9 +125,8 @@ class Documented(Checkpointer):
     """Writes the documented .pt file instead, always under one name, as `.checkpoints/step_<N>.pt` is rewritten."""
 
     def save(self, step: int, state: State) -> Path:
-        stepper = SimpleNamespace(
-            optimizer=SimpleNamespace(state_dict=lambda: dict(state.optimizer), lr=torch.zeros(()))
-        )
+        optimizer = SimpleNamespace(state_dict=lambda: dict(state.optimizer), lr=torch.zeros(()))
+        stepper = SimpleNamespace(optimizer=optimizer, link=NoMarks())
         run = {**state.run, "applied_steps": step, "loss_scale": None}
         run["progress"] = {"step": step, "best_loss": None}
         whole = State(state.model, state.optimizer, run)

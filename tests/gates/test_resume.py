@@ -17,7 +17,7 @@ import torch
 from lockstep.engine import checkpoint
 from lockstep.errors import LockstepError
 from lockstep.runtime.group import Group
-from tests.gates.training import run
+from tests.gates.training import FEW_WORDS, run
 from tests.ranks.pool import Pool
 
 
@@ -45,7 +45,7 @@ CASES = [
     Case("fp32", {}),
     Case("fp32-in-flight", {"debug.digest_interval": 20}),  # no look between steps: one is always on its way
     Case("fp32-accumulate-dropout-prefetch", FOUR_PARTS),
-    Case("fp32-epochs", {"data.max_train_samples": 2, "training.batch_size": 3, "training.patience": 15}),
+    Case("fp32-epochs", {"data.data_path": FEW_WORDS, "training.batch_size": 3, "training.patience": 15}),
     Case("bf16-one", {**ONE_ROW, **SHORT, "training.precision": "bf16"}, steps=4),
     Case("bf16", {**FOUR_PARTS, **SHORT, "training.precision": "bf16"}, steps=6),
     Case("fp16-overflow", {**ONE_ROW, **SHORT, "training.precision": "fp16"}, steps=6, fault=OVERFLOWS),

@@ -20,6 +20,8 @@ from lockstep.rundir import RunDir
 from lockstep.runtime.group import Group
 from lockstep.runtime.signals import StopRequest
 
+FEW_WORDS = str(Path(__file__).parents[1] / "few_words.txt")  # a table of a few rows: short runs walk over it often
+
 
 @dataclass
 class Recorder:

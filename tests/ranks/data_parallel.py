@@ -20,7 +20,7 @@ from lockstep.objectives.causal import Causal
 from lockstep.runtime.group import Group
 from lockstep.runtime.reduce import Reducer
 from lockstep.runtime.signals import StopRequest
-from tests.gates.training import Recorder, run
+from tests.gates.training import FEW_WORDS, Recorder, run
 
 IGNORE = -100
 ROWS = 12  # of a global batch: divided by 1, 2, 3 and 4 ranks
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
     "training.learning_rate": 1e-2,
     "training.schedule": "constant",  # a shorter run is the beginning of a longer one
     "data.num_workers": 0,
-    "data.max_train_samples": 2,  # 139 rows: 50 steps walk over them four times
+    "data.data_path": FEW_WORDS,  # so few rows that 50 steps walk over them several times
 }
 EVERYTHING: dict[str, Any] = {
     "training.batch_size": 1,

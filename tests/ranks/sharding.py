@@ -20,7 +20,7 @@ from lockstep.objectives.causal import Causal
 from lockstep.rundir import RunDir
 from lockstep.runtime.group import Group
 from lockstep.runtime.signals import StopRequest
-from tests.gates.training import Recorder, flags
+from tests.gates.training import FEW_WORDS, Recorder, flags
 
 IGNORE = -100
 ROWS = 12  # of a global batch: divided by 1, 2, 3 and 4 ranks
@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     "training.max_grad_norm": 0.5,
     "training.max_steps": 50,
     "data.num_workers": 0,
-    "data.max_train_samples": 2,  # 139 rows: 50 steps walk over them four times
+    "data.data_path": FEW_WORDS,  # so few rows that 50 steps walk over them several times
     "report.tensorboard": False,
 }
 

@@ -139,12 +139,12 @@ def is_refusal(record: Mapping[str, Any]) -> bool:
 
 
 def _next_command(run: Path | None) -> str:
-    """Go on where something was saved; else there is nothing to go on from."""
+    """Go on where something was saved; else there is only the log to look at."""
     if run is None:
         return "lockstep doctor"
     if any(rundir.RunDir(run).checkpoints.glob("step_*")):
         return f"lockstep resume {shlex.quote(str(run))}"
-    return f"lockstep logs {shlex.quote(str(run))}, then start it anew: nothing was saved yet"
+    return f"lockstep logs {shlex.quote(str(run))}"
 
 
 def last_words(tail: bytes) -> list[str]:

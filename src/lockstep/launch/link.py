@@ -20,6 +20,7 @@ from lockstep.runtime import env as environment
 PEER_DIED = b"A"
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 FLUSH_SECONDS = 0.2
+OOM_SCORE = "300"
 LIMIT = "limit"
 _attached: dict[int, Link] = {}  # by pid: a forked child is another worker, or none
 _PR_SET_PDEATHSIG = 1
@@ -98,6 +99,10 @@ def _attach(env: environment.Env) -> Link:
     folder = environment.get("LOCKSTEP_WORK")
     if not folder and env.world == 1:
         return Link()
+    from lockstep import rundir  # noqa: F401 - loaded now: who runs out of memory can still say so
+
+    with contextlib.suppress(OSError):  # short of memory the kernel takes a worker, not the launcher that can tell
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
     if folder:
         die_with_parent(signal.SIGKILL)
         work = Path(folder)
