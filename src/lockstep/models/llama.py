@@ -33,7 +33,8 @@ class Llama(nn.Module):
         self.attention = attention
         self.checkpointing = checkpointing
         self.dropout = dropout
-        self.tok_embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        room = torch.empty(shape.vocab_size, shape.hidden_size)  # filled later: torch's own way loads dynamo, a second
+        self.tok_embed = nn.Embedding(shape.vocab_size, shape.hidden_size, _weight=room)
         self.layers = nn.ModuleList(Block(shape, backend=attention, dropout=dropout) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.output = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
