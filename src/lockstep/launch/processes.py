@@ -78,7 +78,8 @@ def kill_leaked(run_id: str) -> list[Leaked]:
                 if has(pid, wanted):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    leaked.append(Leaked(pid, words.decode("utf-8", "backslashreplace")))
+                    if words:  # without any it was on its way out by itself
+                        leaked.append(Leaked(pid, words.decode("utf-8", "backslashreplace")))
             finally:
                 os.close(handle)
     return leaked
