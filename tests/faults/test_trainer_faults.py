@@ -121,7 +121,9 @@ def test_out_of_memory(tmp_path: Path, how: str, trial: int) -> None:
         assert record["kind"] == "memory"
         return
     if not os.access(CGROUP, os.W_OK):
-        pytest.skip("no cgroup of version 1 that we may write to")
+        pytest.skip(
+            "NO MEMORY CGROUP (VERSION 1) TO WRITE TO: row 7's kill by the kernel is not shown, its RLIMIT half is"
+        )
     place = CGROUP / f"lockstep-faults-{os.getpid()}-{trial}"
     place.mkdir()
     limit = 1500 << 20
@@ -155,20 +157,6 @@ def remove_group(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "trial"), trials("device", "host"))
-def test_out_of_device_memory(tmp_path: Path, how: str, trial: int) -> None:
-    """Row 8: rank, peak and the setting to turn; not tried again."""
-    rank = trial % 2
-    more = {"HURT": f"device:forward:{rank}:3"} if how == "device" else {"LOCKSTEP_FAULT": f"oom@rank={rank},step=3"}
-    ended = trainer.run(tmp_path, **more)
-    record = harness.check_failure(ended, trainer.run_folder(tmp_path), code=1, rank=rank, cause="out of memory: peak")
-    assert (record["kind"], record["step"]) == ("memory", 3)
-    assert "batch_size 4" in record["cause"]
-    assert "batch-size" in record["next"]
-    assert ended.out.count("Step [0/") == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "trial"), trials("", "kill@rank=1,step=12"))
 def test_a_runaway_child(tmp_path: Path, fault: str, trial: int) -> None:
     """Row 46: named as leaked and killed, after a good end and after a bad one."""
@@ -183,7 +171,7 @@ def test_a_runaway_child(tmp_path: Path, fault: str, trial: int) -> None:
 def test_hardly_any_shared_memory(tmp_path: Path, trial: int) -> None:
     """Row 44: loaders are threads, rows are memory-mapped: 64 KB of /dev/shm are enough, and no process can be lost."""
     if os.geteuid():
-        pytest.skip("only root may mount")
+        pytest.skip("NOT ROOT: a /dev/shm of 64 KB cannot be mounted, row 44 is not shown")
     words = ("--device", "cpu", "--gpus", "2", "--name", "run", "data.num_workers=2", *trainer.QUIET)
     small = "mount -t tmpfs -o size=64k small /dev/shm && "
     shell = small + trainer.WAYS["direct"].format(shlex.join(words))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = [
 STEPS = 20
 
 
-def train(folder: Path, name: str, *words: str, ranks: int, precision: str) -> list[dict[str, object]]:
+def train(folder: Path, name: str, *words: str, ranks: int, precision: str) -> list[dict[str, Any]]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
     if ranks == 1:
         launch = [sys.executable, "-m"]
@@ -30,7 +31,7 @@ def train(folder: Path, name: str, *words: str, ranks: int, precision: str) -> l
     return finish(harness.start(command, cwd=folder, LOCKSTEP_CUDA_BACKEND="gloo"), folder / "runs" / name)
 
 
-def finish(job: harness.Job, run: Path) -> list[dict[str, object]]:
+def finish(job: harness.Job, run: Path) -> list[dict[str, Any]]:
     ended = job.finish(240)
     assert ended.code == 0, ended.out[-5000:]
     ended.check_clean()
@@ -49,7 +50,7 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
         assert two["loss"] == pytest.approx(one["loss"], rel=tolerance)
         assert two["tokens"] == one["tokens"]
     wrong = train(tmp_path, "wrong", "training.batch_size=3", "--mode", mode, ranks=2, precision=precision)
-    assert any(abs(w["loss"] - o["loss"]) > tolerance * o["loss"] for w, o in zip(wrong, whole, strict=True))  # type: ignore[operator] - numbers
+    assert any(abs(w["loss"] - o["loss"]) > tolerance * o["loss"] for w, o in zip(wrong, whole, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

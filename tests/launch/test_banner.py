@@ -64,7 +64,7 @@ def test_who_failed_with_which_process(tmp_path: Path, fault: str, code: int, er
     ended, lines = launched(tmp_path, 2, LOCKSTEP_FAULT=fault, STUB_OPTIONS="steps=200")
     assert ended.code == code, ended.out
     at = lines.index("[GPU 1] Process FAILED")
-    told = dict(re.fullmatch(r"  ([\w ]+):\s+(.+)", line).groups() for line in lines[at + 1 : at + 4])  # type: ignore[union-attr]
+    told = dict(re.findall(r"^  ([\w ]+):\s+(.+)$", "\n".join(lines[at + 1 : at + 4]), re.MULTILINE))
     assert list(told) == ["PID", "Exit code", "Error"]
     assert told["PID"] == facts_of(lines, 1)["Process ID"]
     assert told["Exit code"] == str(code)

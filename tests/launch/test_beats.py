@@ -17,7 +17,7 @@ from lockstep.launch import beats
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A real one of 64 KiB, with nothing left."""
     if os.geteuid() != 0:
-        pytest.skip("only root can mount a tmpfs")
+        pytest.skip("NOT ROOT: no tmpfs can be mounted, a full disk at the start of workers is not shown")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=True)
     try:
         (tmp_path / "filler").write_bytes(bytes(64 << 10))

@@ -22,8 +22,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 def why_not() -> str:
     """What keeps this machine from running it, or ''."""
     if missing := [name for name in PROGRAMS if not shutil.which(name)]:
-        return f"SLURM is not installed ({', '.join(missing)}): {INSTALL}"
-    return "" if os.geteuid() == 0 else "SLURM's daemons need root"
+        return f"NO SLURM ({', '.join(missing)} missing): items 153 and 154 are not shown with a real one; {INSTALL}"
+    return "" if os.geteuid() == 0 else "NOT ROOT: SLURM's daemons cannot be started, items 153 and 154 are not shown"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ NAMED = ("unshare", "--uts", "bash", "-c", 'hostname "$0" && exec "$@"')
 def why_not() -> str:
     """What keeps this machine from having them, or ''."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
-    return "" if shutil.which("ip") else "no `ip` here: apt-get install -y --no-install-recommends iproute2"
+        return "NOT ROOT: no network namespaces, many machines and a cut cable are not shown"
+    reason = "NO `ip`: many machines are not shown; apt-get install -y --no-install-recommends iproute2"
+    return "" if shutil.which("ip") else reason
 
 
 @dataclass

@@ -95,11 +95,8 @@ class Seen:
     close_seconds: float
 
 
-def lose(group: Group, operation: str, victim: int) -> Seen | None:
-    """The victim is killed while the others wait for it."""
-    if group.rank == victim:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
+def outcome(group: Group, operation: str) -> Seen | None:
+    """What a rank hears of an exchange that cannot end, and how long it takes to leave."""
     before = time.monotonic()
     try:
         OPERATIONS[operation](group)
@@ -108,6 +105,14 @@ def lose(group: Group, operation: str, victim: int) -> Seen | None:
         group.close()
         return Seen(is_lost_peer(error), f"{type(error).__name__}: {error}", seen - before, time.monotonic() - seen)
     return None
+
+
+def lose(group: Group, operation: str, victim: int) -> Seen | None:
+    """The victim is killed while the others wait for it."""
+    if group.rank == victim:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return outcome(group, operation)
 
 
 SLOW = pytest.mark.slow
@@ -140,14 +145,7 @@ def wait_in_vain(_group: Group, operation: str) -> Seen | None:
         time.sleep(3)
         group.close()
         return None
-    before = time.monotonic()
-    try:
-        OPERATIONS[operation](group)
-    except Exception as error:
-        seen = time.monotonic()
-        group.close()
-        return Seen(is_lost_peer(error), f"{type(error).__name__}: {error}", seen - before, time.monotonic() - seen)
-    return None
+    return outcome(group, operation)
 
 
 def test_a_silent_peer_is_recognised_when_time_is_up(ranks: Pool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +65,11 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def kill_leaked(run_id: str) -> list[Leaked]:
-    """Find what is left of a run by its id and kill it by its pid; who that was. Never whoever started us."""
+def kill_leaked(run_id: str, groups: Collection[int] = ()) -> list[Leaked]:
+    """Find what is left of a run by its id and kill it by its pid; who that was. Never whoever started us.
+
+    `groups` were killed as such with their worker: a member may take a moment to vanish, and has not run away.
+    """
     leaked: list[Leaked] = []
     wanted = f"{RUN_ID}={run_id}".encode()
     family = ancestors()
@@ -77,8 +81,9 @@ def kill_leaked(run_id: str) -> list[Leaked]:
             try:  # asked again with the handle held: the number cannot change hands now
                 if has(pid, wanted):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+                    ran_away = os.getpgid(pid) not in groups
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    if words:  # without any it was on its way out by itself
+                    if ran_away:
                         leaked.append(Leaked(pid, words.decode("utf-8", "backslashreplace")))
             finally:
                 os.close(handle)

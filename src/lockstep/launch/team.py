@@ -168,7 +168,7 @@ class Team:
 
     def clear(self) -> list[processes.Leaked]:
         """The rest of the run's output, and its processes that nobody waited for: killed, and named."""
-        leaked = processes.kill_leaked(self.run_id)
+        leaked = processes.kill_leaked(self.run_id, [child.pid for child in self.children])
         for child in self.children:
             child.read()
             child.close_pipe()

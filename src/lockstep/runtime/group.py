@@ -331,7 +331,7 @@ def is_lost_peer(error: BaseException) -> bool:
     while seen is not None:
         if getattr(seen, "secondary", False) or isinstance(seen, dist.DistNetworkError | dist.DistStoreError):
             return True
-        if isinstance(seen, RuntimeError) and not isinstance(seen, NotImplementedError):
+        if isinstance(seen, RuntimeError):
             text = str(seen).lower()
             if any(word in text for word in LOST) and any(word in text for word in OF_GROUP):
                 return True
