@@ -15,6 +15,9 @@ import pytest
 from lockstep import compat
 from lockstep.config.catalog import catalog
 from lockstep.errors import ExitCode
+from tests.hub import corpora
+from tests.hub.fixtures import loopback as loopback
+from tests.hub.server import LoopbackHub
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,7 +51,7 @@ RUN = [name for name, found in ALL.items() if any(not block.reason for block in 
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """One line of a page, inside this process."""
-    assert not SHELL_SYNTAX.search(command), f"{command}: only plain commands can be run here"
+    assert not SHELL_SYNTAX.search(re.sub(r'"[^"$`]*"', "", command)), f"{command}: only plain commands can be run here"
     program, *words = shlex.split(command)
     if program == "cd":
         monkeypatch.chdir(words[0])
@@ -75,10 +78,16 @@ def dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", RUN)
 def test_every_command_of_a_page_runs(
-    page: str, in_dir: Path, dataset_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    page: str,
+    in_dir: Path,
+    dataset_cache: Path,
+    loopback: LoopbackHub,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from lockstep.report.logs import close_logging
 
+    corpora.add_wikitext(loopback)
     for name in ("GPU_RANK", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)

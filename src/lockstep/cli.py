@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lockstep import __version__, guard
 from lockstep.api import setting_words
 from lockstep.arguments import Setting, parse
-from lockstep.errors import ConfigError, ExitCode, LockstepError, OutputError
+from lockstep.errors import ConfigError, ExitCode, OutputError
 from lockstep.guard import say
 from lockstep.registry import suggest
 
@@ -107,7 +107,7 @@ def _start(loaded: Loaded, arguments: Namespace) -> int:
 def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     """Prepare the dataset of a configuration, or look after those that are there."""
     loaded = _resolve(arguments, settings)
-    from lockstep.engine.prepare import cache_roots
+    from lockstep.engine.choices import cache_roots
 
     roots = cache_roots(loaded.config.data)
     if arguments.clean:
@@ -128,22 +128,10 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
 
 
 def _show_datasets(roots: list[Path], *, verify: bool) -> int:
-    from lockstep.data import cache
+    from lockstep.data.listing import describe
 
-    found = [entry for root in roots for entry in cache.entries(root)]
-    damaged = 0
-    for entry in found:
-        state = ""
-        if verify:
-            try:
-                cache.check(entry.folder, full=True)
-                state = "  intact"
-            except LockstepError as error:
-                damaged += 1
-                state = f"  DAMAGED: {error}"
-        say(f"{entry.folder}  {entry.bytes / 2**20:.1f} MiB  {entry.meta.get('source', '')}{state}")
-    if not found:
-        say(f"No prepared dataset in {' or '.join(str(root) for root in roots)}")
+    lines, damaged = describe(roots, verify=verify)
+    say("\n".join(lines))
     return ExitCode.DATA if damaged else ExitCode.DONE
 
 

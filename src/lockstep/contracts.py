@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     Array = np.ndarray[Any, Any]
+    Document = str | Array  # text, or token ids that are ready
+    Place = tuple[int, int]  # (file, document in it): where a source can go on
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,16 @@ class Source(Protocol):
         """Everything that decides the content, as JSON: part of the cache key. Cheap."""
         ...
 
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         """The documents in a fixed order."""
+        ...
+
+
+class FileSource(Source, Protocol):
+    """A source that can go on in the middle: documents lie in files, one after another."""
+
+    def walk(self, start: Place = (0, 0)) -> Iterator[tuple[Place, Document]]:
+        """The documents from a place on, each with the place just after it."""
         ...
 
 

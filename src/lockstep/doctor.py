@@ -219,7 +219,7 @@ def cache() -> Check:
     try:
         from lockstep.data.cache import entries
         from lockstep.data.options import DataOptions
-        from lockstep.engine.prepare import cache_roots
+        from lockstep.engine.choices import cache_roots
     except ImportError as error:
         return Check("dataset cache", "FAIL", f"not looked at: no package {error.name}", "see packages above")
     root = cache_roots(DataOptions())[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lockstep.config.load import Loaded
     from lockstep.launch.supervise import Proc
     from lockstep.launch.torchrun import Meeting
+
+logger = logging.getLogger(__name__)
 
 ROLE = "LOCKSTEP_ROLE"  # of a child that runs our own command line: `prepare` the dataset and end
 LOOPBACK = "127.0.0.1"
@@ -114,12 +117,16 @@ def prepare_data(loaded: Loaded) -> int:
     """Build or find the dataset of a configuration."""
     import torch
 
+    from lockstep.engine import settle
     from lockstep.engine.build import plan
     from lockstep.engine.prepare import prepare
     from lockstep.runtime import signals
 
     with signals.listening():
-        planned = plan(loaded, torch.device("cpu"))
+        decided = settle.decide(loaded.config)
+        for line in settle.lines(decided):
+            logger.warning("%s", line)
+        planned = plan(settle.settled(loaded, decided), torch.device("cpu"))
         prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
     return ExitCode.DONE
 
@@ -170,9 +177,12 @@ def _nodes(asked: Start) -> tuple[int, int]:
 
 
 def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: bool, place: tuple[int, int]) -> int:
+    from lockstep.engine import settle
     from lockstep.launch.supervise import Watch, supervise
     from lockstep.launch.torchrun import Meeting
 
+    decided = settle.decide(loaded.config)
+    loaded = settle.settled(loaded, decided)
     config, (node, nodes) = loaded.config, place
     watch = Watch(
         prefix=config.report.log_prefix,
@@ -185,7 +195,7 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
     )
     address, port = _rendezvous(asked, node=node, nodes=nodes)
     found = [] if on_cpu else [f"Detected {len(devices.visible_gpus())} GPU(s)", *devices.busy_notices(gpus)]
-    for notice in (*loaded.notices, *found):
+    for notice in (*loaded.notices, *settle.lines(decided), *found):
         asked.told(notice)
     if (code := _prepare_first(loaded, asked)) != ExitCode.DONE:
         return code
@@ -231,7 +241,9 @@ def _port(asked: Start) -> int | None:
 def _environment(loaded: Loaded, *, on_cpu: bool = True) -> dict[str, str]:
     """Of every worker. With NCCL_DEBUG and a log folder, NCCL writes there, a file per worker."""
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # we say ourselves who is missing
-    changes = {name: env.get(name) or value for name, value in quiet.items()}
+    from lockstep.engine import settle
+
+    changes = {name: env.get(name) or value for name, value in quiet.items()} | settle.for_workers(loaded)
     if not on_cpu:
         changes[env.DEVICE] = "cuda"
     if token := loaded.config.data.hf_token:  # not on a command line, which every user of the machine can read

@@ -20,7 +20,7 @@ IN_A_FILE: list[tuple[str, str, str, str]] = [
     ('{"training": {"seed": 1}}', "1:15", "training.seed", "did you mean system.seed?"),
     ('{"training": {"num_layers": 1}}', "1:15", "training.num_layers", "did you mean model.num_layers?"),
     ('{"model": {"layers": 1}}', "1:12", "model.layers", "did you mean model.num_layers?"),
-    ('{"data": {"dataset": "x"}}', "1:11", "data.dataset", "did you mean data.dataset_name?"),
+    ('{"data": {"datasets": "x"}}', "1:11", "data.datasets", "did you mean data.dataset_name?"),
     ('{"learning_rate": 1}', "1:2", "learning_rate", "did you mean training.learning_rate?"),
     ('{"max_steps": 1}', "1:2", "max_steps", "did you mean training.max_steps?"),
     ('{"trainig": {"max_steps": 1}}', "1:2", "trainig", "did you mean the section training?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,23 @@ def test_there_are_objectives() -> None:
     assert set(NAMES) <= set(OPTIONS)
 
 
-@pytest.fixture(params=NAMES)
+def can_keep_documents_apart(name: str) -> bool:
+    return "documents" in inspect.signature(registry.load("objectives", name, "build")).parameters
+
+
+@pytest.fixture(
+    params=[(name, {}) for name in NAMES]
+    + [(name, {"documents": "masked"}) for name in NAMES if can_keep_documents_apart(name)],
+    ids=lambda case: "-".join((case[0], *case[1].values())),
+)
 def objective(request: pytest.FixtureRequest) -> Objective:
-    return registry.load("objectives", request.param, "build")(OPTIONS[request.param])
+    name, mode = request.param
+    return registry.load("objectives", name, "build")(OPTIONS[name], **mode)
+
+
+def test_columns_are_known_before_torch_is_loaded(objective: Objective) -> None:
+    known = [OPTIONS[name].columns_of(mode) for name in NAMES for mode in ("separated", "masked")]
+    assert objective.columns in known
 
 
 @pytest.fixture(scope="module")

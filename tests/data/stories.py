@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.options import DataOptions
+from lockstep.engine import settle
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.prepare import Prepared, prepare
 from lockstep.models.options import LlamaOptions
@@ -41,4 +42,4 @@ def configuration(*, context: int = 32, seed: int = 1, lr: float = 1e-3, model: 
 
 
 def prepared(config: RunConfig, *, vocab_limit: int = 1000) -> Prepared:
-    return prepare(config, Causal(), vocab_limit=vocab_limit)
+    return prepare(settle.applied(config, settle.decide(config)), Causal(), vocab_limit=vocab_limit)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from lockstep.data import cache
 from lockstep.data.cache import Table, check, clean, entries, key_of, open_or_build, write_table
@@ -253,6 +254,22 @@ def test_refusal_names_the_folder(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
+def test_damage_where_nothing_can_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    """Faults row 28: refused when read-only, never trained on."""
+    folder, _ = open_or_build(KEY, [tmp_path], fill)
+    damage(folder / "train" / "tokens.npy", 5000, truncate=False)
+
+    def read_only(_: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with pytest.raises(OutputError, match=r"damaged \(.*tokens\.npy.*Read-only file system") as caught:
+        open_or_build(KEY, [tmp_path], read_only)
+    assert caught.value.exit_code == ExitCode.CANNOT_CREATE
+    with pytest.raises(OutputError) as caught:  # negative control: what is not there is not damaged
+        open_or_build(key_of({"a": 3}), [tmp_path], read_only)
+    assert "damaged" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o077, 0o600, 0o700), (0o022, 0o644, 0o755)])
 def test_modes_follow_the_umask(tmp_path: Path, umask: int, file_mode: int, folder_mode: int) -> None:
     """Faults row 43."""
@@ -295,15 +312,31 @@ def test_clean_removes_only_what_we_made(tmp_path: Path) -> None:
     outside.mkdir()
     root = tmp_path / "root"
     open_or_build(KEY, [root], fill)
-    theirs = {"notes.txt", "d41d8cd98f00b204e9800998ecf8427e.pt", "d41d8cd98f00b204e9800998ecf8427e.lock", "0" * 40}
-    for name in theirs - {"0" * 40}:
+    files = {
+        "notes.txt", "d41d8cd98f00b204e9800998ecf8427e.pt", "d41d8cd98f00b204e9800998ecf8427e.lock", "stdin-notes.txt",
+        f"stdin-{16 * '0'}.csv", f"{KEY}.txt", f"{KEY}.stream.txt", "lockstep-hub.json.bak",
+    }  # fmt: skip
+    for name in files:
         (root / name).write_text("theirs", encoding="utf-8")
     (root / ("0" * 40)).mkdir()  # a folder of such a name without our manifest
     (root / ("1" * 40)).symlink_to(outside)
-    (root / f"{KEY}.tmp-dead").mkdir()
-    (root / cache.MEMO).write_text("{}", encoding="utf-8")
+    ours = {cache.MEMO, "lockstep-hub.json", "lockstep-hub.json.lock", f"{KEY}.stream.json", f"{KEY}.checked"}
+    ours |= {f"stdin-{16 * 'a'}.txt", f"stdin-{16 * '0'}.jsonl", f"{KEY}.builder.tmp-note"}
+    for name in ours:
+        (root / name).write_text("{}", encoding="utf-8")
+    for name in (f"{KEY}.tmp-dead", f"{KEY}.chunks", f"{'2' * 40}.chunks"):
+        (root / name / "000001").mkdir(parents=True)
     removed = clean(root)
-    assert {KEY, f"{KEY}.tmp-dead", cache.MEMO} <= set(removed)
-    assert {path.name for path in root.iterdir()} == theirs | {"1" * 40}
+    assert {KEY, f"{KEY}.tmp-dead", f"{KEY}.chunks", f"{'2' * 40}.chunks"} | ours <= set(removed)
+    assert {path.name for path in root.iterdir()} == files | {"0" * 40, "1" * 40}
     assert outside.is_dir()
     assert clean(tmp_path / "nowhere") == []
+
+
+def test_clean_leaves_a_stream_that_is_being_added_to(tmp_path: Path) -> None:
+    open_or_build(KEY, [tmp_path], fill)
+    (tmp_path / f"{KEY}.chunks" / "000001").mkdir(parents=True)
+    with FileLock(tmp_path / f"{KEY}.stream.lock"):
+        assert clean(tmp_path) == []
+    assert {KEY, f"{KEY}.chunks"} <= set(clean(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 from lockstep.contracts import Batch, Draw, Rows
 from lockstep.data.cache import Table
 from lockstep.data.loader import Loader, validation_batches
+from tests.data.coverage import Seen, faults, seen_in
 from tests.data.stand_in import Plain, table
 
 
@@ -161,6 +164,77 @@ def test_ranks_make_the_micro_batches_of_one_process_between_them(numbers: Table
     ]
     together = [[batch for share in shares for batch in share[step]] for step in range(7)]
     assert same(alone[2:], together)
+
+
+BATCH_ROWS = 12  # of a global batch: divided by 1, 2, 3 and 4 ranks
+
+
+def dealt(
+    source: Table, world: int, steps_of: range, *, workers: int = 0, other_seed_per_rank: bool = False
+) -> list[Seen]:
+    """What all ranks of a run are given in some of its steps."""
+    found: list[Seen] = []
+    for rank in range(world):
+        seed = 5 + rank if other_seed_per_rank else 5
+        loader = Loader(
+            source, Plain(), seed=seed, micro_rows=1, micro_batches=BATCH_ROWS // world, rank=rank, world=world,
+            start_step=steps_of.start, workers=workers,
+        )  # fmt: skip
+        shown = steps(loader, len(steps_of))
+        found += seen_in(zip(steps_of, shown, strict=True), rank=rank, batch_rows=BATCH_ROWS)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("rows", [7, 23, 24, 100])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_row_once_per_epoch_across_ranks(world: int, rows: int, workers: int, tmp_path: Path) -> None:
+    """Items 30, 96, 115, 140: full coverage, no overlap, a new order each epoch; also where batches straddle epochs."""
+    steps_of = range(-(-3 * rows // BATCH_ROWS))
+    found = dealt(table(tmp_path / "train", rows), world, steps_of, workers=workers)
+    assert len(found) == len(steps_of) * BATCH_ROWS >= 3 * rows
+    assert faults(found, rows=rows, epochs=3) == set()
+
+
+def test_every_row_once_per_epoch_across_resumes_with_other_world_sizes(tmp_path: Path) -> None:
+    """2 ranks stop in the middle of an epoch, 3 go on, then 4, then 1: the position is all they need to know."""
+    source = table(tmp_path / "train", 101)
+    cuts = ((2, range(4)), (3, range(4, 9)), (4, range(9, 17)), (1, range(17, 18)), (2, range(18, 26)))
+    found = [entry for world, steps_of in cuts for entry in dealt(source, world, steps_of, workers=world % 2)]
+    assert faults(found, rows=101, epochs=3) == set()
+    alone = dealt(source, 1, range(26))
+    assert [(entry.position, entry.epoch, entry.row) for entry in sorted(found)] == [
+        (entry.position, entry.epoch, entry.row) for entry in sorted(alone)
+    ]
+
+
+def test_the_check_sees_an_order_seeded_by_rank(tmp_path: Path) -> None:
+    """Negative control: ranks that shuffle by themselves see some rows twice and some never."""
+    found = dealt(table(tmp_path / "train", 24), 3, range(4), other_seed_per_rank=True)
+    assert {"a row twice in an epoch", "a row never seen in an epoch", "a row on two ranks in an epoch"} <= faults(
+        found, rows=24, epochs=2
+    )
+
+
+def test_the_check_sees_a_resume_that_begins_anew(tmp_path: Path) -> None:
+    """Negative control: the position forgotten, as by a sampler that is not told where it was."""
+    source = table(tmp_path / "train", 48)
+    again = [replace(entry, position=entry.position + 24) for entry in dealt(source, 3, range(2))]
+    found = faults([*dealt(source, 2, range(2)), *again], rows=48, epochs=1)
+    assert {"a row twice in an epoch", "a row never seen in an epoch"} <= found
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_check_sees_a_sampler_that_is_not_told_the_epoch(told: bool) -> None:
+    """Negative control: torch's DistributedSampler without set_epoch; with it, it passes the same check."""
+    found: list[Seen] = []
+    for rank in range(3):
+        sampler = DistributedSampler(range(24), num_replicas=3, rank=rank, shuffle=True, seed=5)
+        for epoch in range(2):
+            if told:
+                sampler.set_epoch(epoch)
+            found += [Seen(24 * epoch + 3 * place + rank, rank, epoch, row) for place, row in enumerate(sampler)]
+    assert faults(found, rows=24, epochs=2) == (set() if told else {"two epochs in the same order"})
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])

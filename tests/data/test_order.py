@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -104,3 +107,46 @@ def test_neighbours_are_unrelated() -> None:
     steps = np.bincount((np.diff(ids, axis=1) % 1000).ravel(), minlength=1000)[1:]
     freedom = 998
     assert abs(((steps - steps.mean()) ** 2 / steps.mean()).sum() / freedom - 1) < 5 * (2 / freedom) ** 0.5
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """The most memory that numpy and Python took for it."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def asked(rows: int, epoch: int) -> Callable[[], object]:
+    """At the beginning of an epoch, in its middle, near its end, and over the edge into the next."""
+    starts = (0, rows // 2, max(0, rows - 500), rows - 1)
+    return lambda: [Order(rows, 7).at(epoch * rows + start, 256) for start in starts]
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+@pytest.mark.parametrize("rows", [10**9, 2**30 + 1, 10**12])  # just above a power of two most values fall outside
+def test_the_order_of_very_many_rows_takes_no_more_memory(rows: int, epoch: int) -> None:
+    """No array has an entry for each row: a window of positions is all there ever is."""
+    few = peak_bytes(asked(10**3, epoch))
+    assert peak_bytes(asked(rows, epoch)) < 1.1 * few < 16 << 20
+
+
+def test_the_measurement_sees_a_shuffled_list() -> None:
+    """Negative control: the usual way, at a hundredth of those rows."""
+    few = peak_bytes(asked(10**3, 0))
+    assert peak_bytes(lambda: np.random.default_rng(7).permutation(10**7)) > 4 * few
+
+
+def test_very_many_rows_are_in_range_and_never_twice() -> None:
+    """The last 200,000 positions of an epoch of 10^9 rows, and the first of the next."""
+    rows = 10**9
+    order = Order(rows, 7)
+    ids, epochs = order.at(4 * rows - 200_000, 200_001)
+    assert (epochs[:-1] == 3).all()
+    assert epochs[-1] == 4
+    assert len(np.unique(ids[:-1])) == 200_000
+    assert 0 <= ids.min() < ids.max() < rows
+    begin = order.at(3 * rows, 200_000)[0]
+    assert not np.intersect1d(begin, ids[:-1]).size

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from lockstep.data.cache import check, clean, entries
 from lockstep.data.options import DataOptions
 from lockstep.data.tokenize import train_bpe
-from lockstep.engine import prepare as module
-from lockstep.engine.prepare import Split, cache_roots
+from lockstep.engine import choices as module
+from lockstep.engine import encoding
+from lockstep.engine.building import Split
+from lockstep.engine.choices import cache_roots
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from tests.data.stories import configuration, prepared, story, write_stories
 
@@ -59,13 +61,13 @@ def test_rows_hold_the_documents_and_nothing_else(stories: Path) -> None:
 
 def test_the_tokenizer_never_sees_the_validation_split(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given_texts: list[str] = []
-    real = module.train_bpe
+    real, least = module.TRAINED["builtin"]
 
     def spy(texts: Any, size: int) -> Any:
         given_texts.extend(texts)
         return real(given_texts, size)
 
-    monkeypatch.setattr(module, "train_bpe", spy)
+    monkeypatch.setattr(module, "TRAINED", {"builtin": (spy, least)})
     made = prepared(configuration(validation_fraction=0.2))
     assert len(given_texts) == 48
     assert made.tokenizer.fingerprint() == train_bpe(given_texts, 400).fingerprint()
@@ -93,7 +95,7 @@ def test_copies_are_never_on_both_sides(documents: list[str], fraction: float) -
 
 
 def test_long_documents_are_encoded_whole(in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 100)
     lines = [json.dumps("x" * 150 + f"end{index:02}") for index in range(20)]
     (in_dir / "long.jsonl").write_text("\n".join(lines), encoding="utf-8")
     made = prepared(configuration(data_path="long.jsonl", tokenizer_name="bytes"))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from lockstep.data.options import DataOptions
 from lockstep.data.tokenize import AlphabetTokenizer, ByteTokenizer, load_tokenizer
-from lockstep.engine import prepare as module
+from lockstep.engine import building
+from lockstep.engine import choices as module
 from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
 from tests.data.stories import configuration, prepared, story, write_stories
 
@@ -24,10 +24,6 @@ def stories(in_dir: Path) -> Path:
 
 
 def test_auto_says_what_it_took(in_dir: Path, stories: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source, notice = module.choose_source(DataOptions())
-    assert source.name == "builtin"
-    assert "built into Python" in notice
-    assert module.choose_source(DataOptions(data_path="stories.jsonl"))[1] == ""
     made = prepared(configuration())
     assert len(made.notices) == 1
     assert "No tokenizer named" in made.notices[0]
@@ -35,13 +31,18 @@ def test_auto_says_what_it_took(in_dir: Path, stories: Path, caplog: pytest.LogC
     assert prepared(configuration(tokenizer_name="builtin")).notices == ()
 
 
-@pytest.mark.parametrize("name", ["wikitext", "c4", "allenai/c4", "builtln"])
+@pytest.mark.parametrize("name", ["wikitext", "c4", "allenai/c4"])
 def test_hub_datasets_are_refused_at_once(in_dir: Path, name: str) -> None:
     """Item 43: a dataset named explicitly never falls back."""
     with pytest.raises(NotFoundError, match="hub") as caught:
         prepared(configuration(dataset_name=name, data_path=None))
     assert caught.value.exit_code == ExitCode.NOT_FOUND
-    assert "data.data_path" in caught.value.hint
+    assert "HF_HUB_OFFLINE" in caught.value.hint
+
+
+def test_a_misspelt_name_is_no_dataset(in_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="'builtln' names no dataset"):
+        prepared(configuration(dataset_name="builtln", data_path=None))
 
 
 def test_a_path_nobody_would_read_is_refused(stories: Path) -> None:
@@ -156,14 +157,14 @@ def test_one_document_cannot_be_split(in_dir: Path) -> None:
 
 
 def test_text_that_changes_meanwhile_is_not_published(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module._Builder._write
+    real = building.Builder.write_rows
 
     def meddle(self: Any, folder: Path, *rest: Any) -> int:
         with (stories / "stories.jsonl").open("a") as file:
             file.write("\n" + json.dumps({"text": "late"}))
         return real(self, folder, *rest)
 
-    monkeypatch.setattr(module._Builder, "_write", meddle)
+    monkeypatch.setattr(building.Builder, "write_rows", meddle)
     with pytest.raises(DataError, match="changed while"):
         prepared(configuration())
     assert not list(Path(".cache/datasets").glob("*/meta.json"))

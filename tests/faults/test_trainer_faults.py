@@ -67,7 +67,7 @@ def test_a_killed_launcher(tmp_path: Path, way: str, trial: int) -> None:
 
 CODES = {
     "exit@rank=1,step=4,code=7": (7, "exited with code 7"),  # row 11, item 51
-    "exit@rank=1,step=4,code=0": (1, "exited"),  # row 10
+    "exit@rank=1,step=4,code=0": (1, "left training with exit code 0"),  # row 10
     "segv@rank=1,step=4": (139, "killed by SIGSEGV (segmentation fault): signal 11"),  # row 12
     "abort@rank=1,step=4": (134, "killed by SIGABRT (aborted): signal 6"),  # row 12
     "exit@rank=0,step=4,code=9": (9, "exited with code 9"),

@@ -82,7 +82,7 @@ def test_sigterm_before_the_first_step(tmp_path: Path, whole: Whole, moment: str
     """Row 3: there is nothing to save yet; the same command afterwards trains to the same bits."""
     fresh = {"DATASET_CACHE_DIR": str(tmp_path / "datasets")} if moment == "preparing" else {}
     chance = random.Random(trial)
-    job = trainer.start(tmp_path, **fresh)
+    job = trainer.start(tmp_path, LOCKSTEP_FAULT=PACE, **fresh)  # so that a late signal still finds a run
     if moment == "preparing":
         job.wait_for("Preparing dataset", trainer.START_SECONDS)
         time.sleep(chance.uniform(0, 4))

@@ -17,42 +17,97 @@ from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN, LlamaShape
 from lockstep.objectives import causal
 from lockstep.objectives.causal import Causal
+from lockstep.objectives.options import CausalOptions
 
 DRAW = Draw(seed=0, step=0, batch_rows=1)
 
 
-def rows_of(tokens: np.ndarray) -> Rows:
-    places = np.arange(len(tokens))
-    return Rows(places, np.zeros_like(places), places, {"tokens": tokens})
+def rows_of(**columns: np.ndarray) -> Rows:
+    places = np.arange(len(columns["tokens"]))
+    return Rows(places, np.zeros_like(places), places, columns)
 
 
-def packed(documents: list[list[int]], context: int, separator: int) -> np.ndarray:
+def packed(
+    documents: list[list[int]], context: int, separator: int, *, mode: str = "separated", block: int = 1 << 20
+) -> Rows:
+    """All rows of some documents, gathered in blocks of so many tokens."""
+    objective = Causal(documents=mode)
     arrays = (np.array(document, dtype=np.uint16) for document in documents)
-    blocks = [block["tokens"] for block in Causal().pack(arrays, context_length=context, separator=separator)]
-    return np.concatenate(blocks) if blocks else np.empty((0, context + 1), dtype=np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal, "PACK_TOKENS", block)
+        blocks = list(objective.pack(arrays, context_length=context, separator=separator))
+    none = {name: np.empty((0, context + 1), dtype) for name, dtype in objective.columns.items()}
+    rows = rows_of(**{name: np.concatenate([none[name], *(made[name] for made in blocks)]) for name in none})
+    assert all(rows.columns[name].dtype == dtype for name, dtype in objective.columns.items())
+    return rows
+
+
+# Several documents in a row, documents longer than a row, of one token, and empty ones.
+DOCUMENTS = st.lists(st.lists(st.integers(0, 90), max_size=30), max_size=20)
+CONTEXTS, SEPARATORS, BLOCKS = st.integers(1, 12), st.sampled_from([-1, 99]), st.integers(1, 40)
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    documents=st.lists(st.lists(st.integers(0, 90), max_size=30), max_size=20),
-    context=st.integers(1, 12),
-    separator=st.sampled_from([-1, 99]),
-    block=st.integers(1, 40),
-)
+@given(documents=DOCUMENTS, context=CONTEXTS, separator=SEPARATORS, block=BLOCKS)
 def test_every_token_is_predicted_exactly_once(
     documents: list[list[int]], context: int, separator: int, block: int
 ) -> None:
+    """No padding, no gap, no token twice: targets are the corpus but its first token, up to a tail under one row."""
     end = [separator] if separator >= 0 else []
     stream = [token for document in documents if document for token in document + end]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal, "PACK_TOKENS", block)
-        rows = packed(documents, context, separator)
+    rows = packed(documents, context, separator, block=block)
     count = max(0, (len(stream) - 1) // context)
-    assert rows.shape == (count, context + 1)
-    assert rows.dtype == np.int32
-    batch = Causal().collate(rows_of(rows), DRAW)
+    assert rows.columns["tokens"].shape == (count, context + 1)
+    batch = Causal().collate(rows, DRAW)
     assert batch.tensors["inputs"].flatten().tolist() == stream[: count * context]
     assert batch.tensors["targets"].flatten().tolist() == stream[1 : count * context + 1]
+    assert batch.weights["loss"] == batch.tokens == count * context
+
+
+@settings(deadline=None, max_examples=200)
+@given(documents=DOCUMENTS, context=CONTEXTS, separator=SEPARATORS, block=BLOCKS)
+def test_apart_every_token_is_predicted_once_but_the_first_of_a_document(
+    documents: list[list[int]], context: int, separator: int, block: int
+) -> None:
+    """From its own document and nothing else: which one is known by counting, not by looking for separators."""
+    end = [separator] if separator >= 0 else []
+    stream = [(number, token) for number, ids in enumerate(documents) if ids for token in ids + end]
+    rows = packed(documents, context, separator, mode="masked", block=block)
+    joined = packed(documents, context, separator)
+    assert np.array_equal(rows.columns["tokens"], joined.columns["tokens"]), "the rows are those of the other modes"
+    batch = Causal(documents="masked").collate(rows, DRAW)
+    plain = Causal().collate(joined, DRAW)
+    assert torch.equal(batch.tensors["inputs"], plain.tensors["inputs"])
+    place = np.arange(len(plain.tensors["targets"]))[:, None] * context + np.arange(context)  # of an input
+    owner = np.array([number for number, _ in stream] or [0])
+    counted = owner[place] == owner[np.minimum(place + 1, len(owner) - 1)]
+    assert torch.equal(batch.tensors["targets"], plain.tensors["targets"].where(torch.from_numpy(counted), -100))
+    assert batch.weights["loss"] == int(counted.sum())
+    assert batch.tokens == plain.tokens
+    told = batch.tensors["documents"].numpy()
+    for row, owners in enumerate(owner[place]):
+        assert np.array_equal(told[row][:, None] == told[row], owners[:, None] == owners)
+
+
+def test_the_first_token_of_a_document_is_no_target_and_inputs_stay_whole() -> None:
+    """By hand; also in a batch of one row, where inputs and targets could share memory."""
+    rows = packed([[1, 2, 3], [4], [5, 6]], 8, 9, mode="masked")
+    assert rows.columns["tokens"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6, 9]]
+    assert rows.columns["starts"].tolist() == [[1, 0, 0, 0, 1, 0, 1, 0, 0]]
+    batch = Causal(documents="masked").collate(rows, DRAW)
+    assert batch.tensors["inputs"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6]]
+    assert batch.tensors["targets"].tolist() == [[2, 3, 9, -100, 9, -100, 6, 9]]
+    assert batch.tensors["documents"].tolist() == [[1, 1, 1, 1, 2, 2, 3, 3]]
+    assert (batch.weights, batch.tokens) == ({"loss": 6}, 8)
+    assert rows.columns["tokens"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6, 9]]
+
+
+def test_columns_are_known_without_torch() -> None:
+    """The cache key is made of them before any worker starts."""
+    for mode in ("joined", "separated", "masked"):
+        assert causal.build(CausalOptions(), documents=mode).columns == CausalOptions.columns_of(mode)
+    assert CausalOptions.columns_of("separated") == CausalOptions.columns_of("joined") == {"tokens": "int32"}
+    assert causal.build(CausalOptions()).columns == {"tokens": "int32"}
 
 
 def test_blocks_stream() -> None:
@@ -71,7 +126,7 @@ def test_blocks_stream() -> None:
 
 
 def test_collate_counts_targets() -> None:
-    batch = Causal().collate(rows_of(np.arange(20, dtype=np.int32).reshape(4, 5)), DRAW)
+    batch = Causal().collate(rows_of(tokens=np.arange(20, dtype=np.int32).reshape(4, 5)), DRAW)
     assert batch.weights == {"loss": 16}
     assert (batch.rows, batch.tokens) == (4, 16)
     assert batch.tensors["inputs"].dtype == torch.int64
@@ -97,7 +152,7 @@ def test_next_token_is_learnt_and_two_ahead_is_seen(bug: bool) -> None:
     for _ in range(120):
         first = generator.integers(0, 16, (16, 17))
         tokens = np.stack((first, mapped[first]), axis=-1).reshape(16, 34)[:, :33].astype(np.int32)
-        batch = objective.collate(rows_of(tokens), DRAW)
+        batch = objective.collate(rows_of(tokens=tokens), DRAW)
         batch = twice_shifted(batch) if bug else batch
         loss = objective.loss(model, batch)["loss"] / batch.weights["loss"]
         optimizer.zero_grad()
@@ -123,7 +178,7 @@ def test_evaluate_is_loss_and_accuracy_as_sums(model: Llama) -> None:
     with torch.no_grad():
         best = model(torch.from_numpy(tokens[:, :-1]).long()).argmax(-1).numpy()
     tokens[:, 1:] = np.where(np.random.default_rng(2).random((6, 32)) < 0.5, best, tokens[:, 1:])
-    objective, batch = Causal(), Causal().collate(rows_of(tokens), DRAW)
+    objective, batch = Causal(), Causal().collate(rows_of(tokens=tokens), DRAW)
     scores = objective.evaluate(model, batch)
     logits = model(batch.tensors["inputs"]).detach()
     assert scores["loss"].weight == scores["accuracy"].weight == 6 * 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import time
@@ -10,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lockstep.data.options import DataOptions
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
 from lockstep.sources import text as module
-from lockstep.sources.text import TextSource, build, cut, find_files
+from lockstep.sources.text import TextSource, build, find_files
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -57,19 +54,6 @@ def test_many_files_are_a_document_each(tmp_path: Path) -> None:
     for index, text in enumerate(texts):
         write(tmp_path / "corpus" / f"{index:03}.txt", text)
     assert read(tmp_path / "corpus") == texts
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text(st.sampled_from("ab \n"), max_size=400), st.integers(1, 50), st.integers(1, 60))
-def test_pieces_join_to_the_text(text: str, limit: int, block: int) -> None:
-    saved, module.READ_CHARACTERS = module.READ_CHARACTERS, block
-    try:
-        pieces = list(cut(io.StringIO(text), limit))
-    finally:
-        module.READ_CHARACTERS = saved
-    assert "".join(pieces) == text
-    assert all(len(piece) <= limit for piece in pieces)
-    assert pieces == list(cut(io.StringIO(text), limit))
 
 
 def test_lines_of_json(tmp_path: Path) -> None:
@@ -223,8 +207,10 @@ def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind_of_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"\.csv"):
-        read(write(tmp_path / "a.csv", "x"))
+    for name in ("a.md", "a", "a.gz", "a.md.gz", "txt", "a.txt.gz.gz"):
+        with pytest.raises(DataError, match="no kind of text") as caught:
+            read(write(tmp_path / name, "x"))
+        assert ".csv" in caught.value.hint
 
 
 def test_no_path_is_a_mistake_of_configuration() -> None:

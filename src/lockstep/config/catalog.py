@@ -14,6 +14,7 @@ from lockstep.config import reader
 from lockstep.config.schema import FAMILIES, RunConfig
 
 Path = tuple[str, ...]
+SWITCH_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 JSON_NAMES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
 
 
@@ -48,6 +49,8 @@ class Setting:
             return None
         if text in self.words:
             return text
+        if self.types == frozenset({"boolean"}) and text.lower() in SWITCH_WORDS:
+            return SWITCH_WORDS[text.lower()]
         if self.types & {"integer", "number", "boolean"}:
             return reader.scalar(text) if text else text
         if "object" in self.types:

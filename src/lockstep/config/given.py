@@ -15,7 +15,7 @@ SHORT_FLAGS = {"name": ("run", "name"), "checkpoint": ("checkpoint", "resume")} 
 
 @dataclass(frozen=True)
 class Origin:
-    """Which layer set a value, and where: default | preset | script | file | flag."""
+    """Which layer set a value, and where: default | preset | script | file | flag | auto."""
 
     layer: str
     where: str
@@ -72,6 +72,8 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
     path = tuple(_plain(part) for part in key.split("."))
     flag = f"--{key}"
     path = SHORT_FLAGS.get(path[-1], path) if len(path) == 1 else path
+    if text is None and path[-1].removeprefix("no_") in _switches(known):  # --no-streaming
+        path, text = (*path[:-1], path[-1].removeprefix("no_")), "false" if path[-1].startswith("no_") else None
     if len(path) == 1 and renames.moved(path) is None and path not in renames.RETIRED:
         named = known.by_name(path[0]) + [joint_setting(joint) for joint in renames.JOINT if joint[-1] == path[0]]
         if len(named) == 1:
@@ -84,7 +86,11 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
 def flag_words(family: str) -> set[str]:
     """Every word without a section that is a setting as a flag, or was one once."""
     known = {path[-1] for path in (*catalog(family).settings, *renames.JOINT, *renames.RETIRED)}
-    return known | renames.plain_words() | {*SHORT_FLAGS}
+    return known | renames.plain_words() | {*SHORT_FLAGS} | {f"no_{name}" for name in _switches(catalog(family))}
+
+
+def _switches(known: Catalog) -> set[str]:
+    return {path[-1] for path, setting in known.settings.items() if setting.types == frozenset({"boolean"})}
 
 
 def from_overrides(overrides: Mapping[str, Any], known: Catalog) -> list[Given]:

@@ -13,6 +13,8 @@ _MOVED = {
     "training.num_workers": "data.num_workers",
     "hf_token": "data.hf_token",
     "max_train_samples": "data.max_train_samples",
+    "max_samples": "data.max_train_samples",
+    "dataset": "data.dataset_name",
     "experiment_name": "run.experiment_name",
     "run_name": "run.name",
     "tags": "run.tags",
@@ -36,7 +38,7 @@ _MOVED = {
     "ckpt_interval": "training.save_interval",
 }
 QUIET = frozenset(
-    {"hf_token", "max_train_samples", "experiment_name", "run_name", "tags"}
+    {"hf_token", "max_train_samples", "max_samples", "dataset", "experiment_name", "run_name", "tags"}
 )  # documented places: no notice
 
 DTYPES = {

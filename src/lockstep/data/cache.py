@@ -6,8 +6,9 @@
         tokenizer.json  tokenizer_config.json
         train/  validation/     rows.json, and one <column>.npy of shape (rows, width) per column
     <key>.lock                  held while building; the kernel frees it with its process
-    <key>.builder               who holds it, for those who wait
+    <key>.builder               who holds it and how far that one is, for those who wait
     <key>.checked               size, time and sampled hash of each file when its whole content was last checked
+    <key>.chunks/ .stream.*     the rest of a stream (data/stream.py)
 
 The content is a pure function of the key, so building twice gives the same bytes. A ragged column fits in beside the
 others: its values flat in <column>.npy of shape (total,), and <column>.offsets.npy of shape (rows + 1,) to cut them by.
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from filelock import FileLock, Timeout
 
+from lockstep.data.order import Order
 from lockstep.errors import DataError, OutputError
 from lockstep.rundir import MANIFEST, io_error, publishing, verify, write_json
 
@@ -44,10 +46,12 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 KEY_LENGTH = 40  # longer than the md5 names of other people's caches
 KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
-OURS = re.compile(rf"{KEY.pattern}(?P<beside>(\.lock|\.builder|\.checked)?(\.tmp-[\w-]+)?)")
+BESIDE = r"(\.lock|\.builder|\.checked|\.chunks|\.stream\.lock|\.stream\.json)?(\.tmp-[\w-]+)?"
+OURS = re.compile(rf"{KEY.pattern}(?P<beside>{BESIDE})")
 SPLITS = ("train", "validation")
 REQUIRED = ("meta.json", "tokenizer.json", *(f"{split}/rows.json" for split in SPLITS))
 MEMO = "lockstep-hashes.json"  # hashes of large source files, kept by the sources
+LOOSE = re.compile(rf"{re.escape(MEMO)}|lockstep-hub\.json(\.lock)?|stdin-[0-9a-f]{{16}}\.(txt|jsonl)")  # of no one key
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 ALWAYS_HASHED_BYTES = 32 << 20  # caches up to this size are hashed whole on every opening: a few hundredths of a second
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096
@@ -71,6 +75,18 @@ class Table:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"not a readable table: {error}", where=str(folder)) from error
         self._plain = {name: np.asarray(column) for name, column in self.columns.items()}  # memmap indexing is slow
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of one epoch."""
+        return self.rows
+
+    def order(self, seed: int) -> Order:
+        """The order its rows are trained in."""
+        return Order(self.rows, seed)
+
+    def close(self) -> None:
+        """Nobody ever waits for a row of this table."""
 
     def take(self, ids: Array) -> dict[str, Array]:
         """Copies of some rows: column -> (n, width), in the type the objective asked for."""
@@ -174,18 +190,20 @@ def _stamp(folder: Path, files: list[Path]) -> dict[str, list[Any]]:
     return seen
 
 
-def find(key: str, roots: Iterable[Path], *, level: int = logging.WARNING) -> Path | None:
-    """The first intact cache of this key; a damaged one is named in a warning and left to be rebuilt."""
+def find(key: str, roots: Iterable[Path], *, level: int = logging.WARNING) -> tuple[Path | None, str]:
+    """The first intact cache of this key, and what is wrong with the last damaged one, which is left to be rebuilt."""
+    damage = ""
     for root in roots:
         folder = root / key
         if folder.is_dir():
             try:
                 check(folder)
             except (DataError, OSError) as error:
-                logger.log(level, "[Cache] damaged, will be rebuilt: %s", error)
+                damage = str(error)
+                logger.log(level, "[Cache] damaged, will be rebuilt: %s", damage)
             else:
-                return folder
-    return None
+                return folder, damage
+    return None, damage
 
 
 def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) -> tuple[Path, bool]:
@@ -194,24 +212,28 @@ def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) ->
     `build` fills a folder. Of several processes one builds, the others wait for it and then open what it made.
     """
     assert KEY.fullmatch(key), key
-    root = roots[0]
+    root, damage = roots[0], ""
     try:
-        if found := find(key, roots):
+        found, damage = find(key, roots)
+        if found:
             return found, False
         root.mkdir(parents=True, exist_ok=True)
         with _building(root, key):
-            if found := find(key, [root], level=logging.DEBUG):  # built while we waited
+            found, _ = find(key, [root], level=logging.DEBUG)
+            if found:  # built while we waited
                 return found, False
             for leftover in root.glob(f"{key}.tmp-*"):  # of a builder that died: we hold its lock
                 shutil.rmtree(leftover, ignore_errors=True)
+            (root / f"{key}.builder.tmp-note").unlink(missing_ok=True)
             with publishing(root / key) as folder:
                 build(folder)
             check(root / key, full=True)
     except OSError as error:
         if error.errno not in READ_ONLY:
             raise io_error(error, root, doing="building the dataset cache") from error
+        what = f"the dataset cache is damaged ({damage}) and" if damage else "the dataset cache"
         raise OutputError(
-            f"the dataset cache cannot be written: {error.strerror or error}",
+            f"{what} cannot be written: {error.strerror or error}",
             where=str(root),
             hint="data.cache_dir=DIR or DATASET_CACHE_DIR=DIR, a folder you can write to",
         ) from error
@@ -230,7 +252,8 @@ def _building(root: Path, key: str) -> Generator[None]:
         except Timeout:
             if time.monotonic() - told >= WAIT_MESSAGE_SECONDS:
                 told = time.monotonic()
-                logger.info("[Cache] waiting for %s, who is building %s", _read_builder(builder), root / key)
+                who, how_far = _read_builder(builder)
+                logger.info("[Cache] waiting for %s, who is building %s%s", who, root / key, how_far)
             time.sleep(POLL_SECONDS)
     try:
         write_json(builder, {"pid": os.getpid(), "host": socket.gethostname()})
@@ -240,9 +263,25 @@ def _building(root: Path, key: str) -> Generator[None]:
         lock.release()
 
 
-def _read_builder(path: Path) -> str:
+def note_progress(folder: Path, progress: str) -> None:
+    """Tell those who wait for a folder that is being filled how far it is. Nobody's build fails for want of a note."""
+    key, _, staged = folder.name.partition(".tmp-")
+    if staged:
+        builder = folder.with_name(f"{key}.builder")
+        temporary = builder.with_name(f"{builder.name}.tmp-note")
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "progress": progress}
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(note) + "\n", encoding="utf-8")
+            temporary.replace(builder)
+
+
+def _read_builder(path: Path) -> tuple[str, str]:
+    """Who builds, and how far it is."""
     found = _read_json(path)
-    return f"process {found.get('pid')} on {found.get('host')}" if found else "another process"
+    if not found:
+        return "another process", ""
+    progress = found.get("progress", "")
+    return f"process {found.get('pid')} on {found.get('host')}", f" ({progress})" if progress else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -260,40 +299,68 @@ class Entry:
 
     key: str
     folder: Path
-    bytes: int
+    bytes: int  # with the chunks of a stream
     age_seconds: float
     meta: Mapping[str, Any]  # as in meta.json; empty if that is damaged
+    chunks: tuple[Mapping[str, Any], ...] = ()  # of a stream, as each describes itself; the first lies in `folder`
+
+    @property
+    def state(self) -> str:
+        """`whole`, or what there is of it."""
+        if not (self.folder / MANIFEST).is_file():
+            return "remains"
+        stream: Any = self.meta.get("stream")
+        if not isinstance(stream, dict):
+            return "whole"
+        last = self.chunks[-1] if self.chunks else cast("dict[str, Any]", stream).get("head")
+        ended = isinstance(last, Mapping) and cast("Mapping[str, Any]", last).get("last") is True
+        return "whole" if ended else f"{1 + len(self.chunks)} chunks so far"
 
 
 def entries(root: Path) -> list[Entry]:
-    """The caches in a folder, newest first."""
+    """The caches in a folder, unfinished streams among them, newest first."""
     found: list[Entry] = []
-    for folder in root.iterdir() if root.is_dir() else ():
-        if KEY.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            age = max(0.0, time.time() - folder.stat().st_mtime)
-            found.append(Entry(folder.name, folder, size, age, _read_json(folder / "meta.json")))
+    names = {
+        path.name.removesuffix(".chunks") for path in (root.iterdir() if root.is_dir() else ()) if _is_folder(path)
+    }
+    for key in sorted(name for name in names if KEY.fullmatch(name)):
+        folder, rest = root / key, root / f"{key}.chunks"
+        files = [path for part in (folder, rest) if _is_folder(part) for path in part.rglob("*")]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+        age = time.time() - max(part.stat().st_mtime for part in (folder, rest) if _is_folder(part))
+        chunks = tuple(_read_json(path) for path in sorted(rest.glob("*/chunk.json")))
+        found.append(Entry(key, folder, size, max(0.0, age), _read_json(folder / "meta.json"), chunks))
     return sorted(found, key=lambda entry: entry.age_seconds)
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def clean(root: Path) -> list[str]:
-    """Remove every cache in a folder and what belongs to it, nothing else; one being built stays."""
+    """Remove every cache in a folder and what belongs to it, nothing else; one being built or streamed stays."""
     ours = [path for path in (root.iterdir() if root.is_dir() else ()) if _is_ours(path)]
     removed: list[str] = []
     for key in sorted({path.name[:KEY_LENGTH] for path in ours}):
-        lock = FileLock(root / f"{key}.lock")
+        locks = [FileLock(root / f"{key}{suffix}") for suffix in (".lock", ".stream.lock")]
         try:
-            lock.acquire(timeout=0)
+            for lock in locks:
+                lock.acquire(timeout=0)
         except Timeout:
             continue
-        for path in sorted(path for path in ours if path.name.startswith(key)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        else:
+            for path in sorted(path for path in ours if path.name.startswith(key)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                removed.append(path.name)
+            for lock in locks:
+                Path(lock.lock_file).unlink(missing_ok=True)
+        finally:
+            for lock in locks:
+                lock.release()
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if LOOSE.fullmatch(path.name) and path.is_file():
+            path.unlink()
             removed.append(path.name)
-        lock.release()
-        (root / f"{key}.lock").unlink(missing_ok=True)
-    if (root / MEMO).is_file():
-        (root / MEMO).unlink()
-        removed.append(MEMO)
     return removed
 
 

@@ -19,19 +19,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.contracts import Batch, Draw, Objective, Rows
-from lockstep.data.order import Order
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from lockstep.data.cache import Table
+    from lockstep.data.order import Order
+    from lockstep.data.stream import StreamOrder, StreamTable
 
 
 @dataclass
 class Loader:
     """An endless iterator over the micro-batches of each step, from `start_step` on. Close it when done."""
 
-    table: Table
+    table: Table | StreamTable
     objective: Objective
     seed: int = field(kw_only=True)
     micro_rows: int = field(kw_only=True)
@@ -45,9 +46,9 @@ class Loader:
 
     def __post_init__(self) -> None:
         self._step = self.start_step
-        self._order = Order(self.table.rows, self.seed)
+        self._order = self.table.order(self.seed)
         own = self.micro_rows * self.micro_batches
-        self._batch_rows = self.world * own
+        self.batch_rows = self.world * own  # of the global batch of a step
         self._slots = (self.rank * own + np.arange(own)).reshape(self.micro_batches, self.micro_rows)
         self._stop = threading.Event()
         self._ready = [queue.Queue[list[Batch] | BaseException](self.prefetch) for _ in range(self.workers)]
@@ -74,10 +75,10 @@ class Loader:
         self._step += 1
         return made
 
-    def batches(self, order: Order, step: int) -> list[Batch]:
+    def batches(self, order: Order | StreamOrder, step: int) -> list[Batch]:
         """This rank's micro-batches of one step: micro-batch m of all holds slots m * micro_rows and following."""
-        ids, epochs = order.at(step * self._batch_rows + int(self._slots[0, 0]), self._slots.size)
-        draw = Draw(self.seed, step, self._batch_rows)
+        ids, epochs = order.at(step * self.batch_rows + int(self._slots[0, 0]), self._slots.size)
+        draw = Draw(self.seed, step, self.batch_rows)
         made: list[Batch] = []
         for index, slots in enumerate(self._slots):
             part = slice(index * self.micro_rows, (index + 1) * self.micro_rows)
@@ -89,6 +90,7 @@ class Loader:
     def close(self) -> None:
         """End the workers. Each puts at most one more step, for which emptying its queue makes room."""
         self._stop.set()
+        self.table.close()  # who waits for rows waits no more
         for ready in self._ready:
             while not ready.empty():
                 ready.get_nowait()
@@ -101,7 +103,7 @@ class Loader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _attempt(self, order: Order, step: int) -> list[Batch] | BaseException:
+    def _attempt(self, order: Order | StreamOrder, step: int) -> list[Batch] | BaseException:
         """A step, or why there is none."""
         try:
             return self.batches(order, step)
@@ -111,7 +113,7 @@ class Loader:
 
     def _work(self, index: int) -> None:
         """One worker: every `workers`-th step until the loader is closed or a step fails."""
-        order = Order(self.table.rows, self.seed)  # of its own: an Order keeps a window
+        order = self.table.order(self.seed)  # of its own: an Order keeps a window
         step = self.start_step + index
         while not self._stop.is_set():
             made = self._attempt(order, step)

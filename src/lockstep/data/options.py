@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr
 
 from lockstep.config.section import Section, setting
+
+SUFFIXES = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+
+
+def count(value: object) -> object:
+    """500k, 1.5M or 1_000_000 as a number; what is none of these is left to be refused."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().replace(",", "_")
+    scale = SUFFIXES.get(text[-1:], 1)
+    try:
+        exact = Decimal(text[:-1] if scale > 1 else text) * scale
+        return int(exact) if exact == exact.to_integral_value() else value
+    except (InvalidOperation, OverflowError, ValueError):
+        return value
 
 
 class DataOptions(Section):
@@ -14,22 +30,32 @@ class DataOptions(Section):
 
     dataset_name: str = setting(
         "auto",
-        "auto, builtin, text (with data_path), synthetic, or a dataset of the hub. auto: data_path if set, else the "
-        "best corpus that can be reached, said in one line.",
+        "auto, builtin, text (with data_path), synthetic, wikitext, c4, imdb, hf (their mixture), or a dataset of the "
+        "hub: owner/name[:config[:split]][@revision]. A|B: B where A cannot be had. auto: data_path if set, else "
+        "wikitext where the hub gives it, else builtin, said in one line.",
         max_length=500,
     )
     data_path: str | None = setting(
-        None, "Local .txt, .jsonl, .json or .parquet file, folder or glob.", max_length=4000
+        None, "Local .txt, .jsonl, .json, .csv, .parquet or .npy file, folder or glob; - is stdin.", max_length=4000
     )
     text_column: str | None = setting(
         None, "Field that holds the text (null: text, content or the only text field).", max_length=200
     )
-    max_train_samples: int = setting(500_000, "Documents used at most, before the split.", ge=2, le=1 << 40)
+    streaming: bool = setting(False, "Train on the first part of the text while the rest is still being fetched.")
+    max_train_samples: Annotated[int, BeforeValidator(count)] = setting(
+        500_000, "Documents used at most, before the split; also 500k, 1.5M.", ge=2, le=1 << 40
+    )
+    min_words: int = setting(0, "Documents of fewer words are left out.", unit="words", ge=0, le=1 << 20)
+    documents: Literal["joined", "separated", "masked"] = setting(
+        "separated",
+        "How documents share a row: joined, with a separator between them, or also blind to each other (masked).",
+    )
     validation_fraction: float = setting(0.05, "Share of the documents kept for validation.", gt=0, lt=1)
     tokenizer_name: str | None = setting(
         None,
         "null or auto: the model's own where it can be had, else builtin. builtin: byte-level BPE trained on the "
-        "training split; bytes: one id per byte; a folder or file with tokenizer.json; or a hub id.",
+        "training split; wordpiece, word: likewise, lower-cased; bytes: one id per byte; a folder or file with "
+        "tokenizer.json; or a hub id.",
         max_length=500,
     )
     tokenizer_vocab_size: int = setting(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from array import array
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lockstep.errors import DataError, NotFoundError
 
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 SEPARATOR = "<|endoftext|>"
 KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]", "<|eot_id|>")
 MIN_BPE_VOCAB = 257  # every byte and the separator
+SPECIALS = {
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "unk_token": "[UNK]",
+    "mask_token": "[MASK]",
+}
+MIN_WORD_VOCAB = len(SPECIALS) + 1
+UINT32 = "I"  # for `array`, which takes a list of numbers in half the time numpy does
+CONTINUED = "##"  # stands before a piece that does not begin its word
+LONGEST_WORD = 32  # characters; what is longer is cut, since looking up its pieces takes the square of its length
 
 
 @contextlib.contextmanager
@@ -56,7 +68,7 @@ class TokenizerFile:
         """One uint32 array of ids per text."""
         with _refusals(self._where):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return [np.frombuffer(array(UINT32, encoding.ids), np.uint32) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids; separators and other special tokens are left out."""
@@ -65,7 +77,9 @@ class TokenizerFile:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json that names the separator, as Hugging Face does."""
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_text}
+        has_all = all(self._tokenizer.token_to_id(token) is not None for token in SPECIALS.values())
+        named = SPECIALS if has_all else {}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_text, **named}
         with (folder / "tokenizer.json").open("x", encoding="utf-8") as file:
             file.write(self._tokenizer.to_str(pretty=True))
         with (folder / "tokenizer_config.json").open("x", encoding="utf-8") as file:
@@ -95,11 +109,91 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
     return TokenizerFile(tokenizer, separator=SEPARATOR)
 
 
+def _byte_pieces() -> tuple[list[str], list[str], list[str]]:
+    """The single bytes lower-cased UTF-8 words are made of: at the start of a word, further on, never at the start."""
+    characters = _byte_characters()
+    punctuation = [byte for byte in range(0x21, 0x7F) if not chr(byte).isalnum()]  # always a word of its own
+    letters = [byte for byte in range(0x21, 0x7F) if chr(byte).isalnum() and not chr(byte).isupper()]
+    first, later = [*range(0xC2, 0xF5)], [*range(0x80, 0xC0)]
+    begin = sorted([*punctuation, *letters, *first])
+    go_on = sorted([*letters, *first, *later])
+    named = ([characters[byte] for byte in group] for group in (begin, go_on, later))
+    starts, ends, inner = named
+    return starts, ends, inner
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
+    """Lower-case WordPiece over bytes, so that no word is unknown. The same texts give the same tokenizer.
+
+    The library numbers the pieces it starts from in the order of a hash table that differs from process to process, and
+    breaks ties by those numbers. Here they are all named beforehand, in a fixed order; that is the whole trick.
+    """
+    assert vocab_size >= MIN_WORDPIECE_VOCAB
+    starts, ends, inner = _byte_pieces()
+    alphabet = [*SPECIALS.values(), *starts, *(CONTINUED + piece for piece in ends)]
+    tokenizer = _bert_like(models.WordPiece(unk_token=SPECIALS["unk_token"]), over_bytes=True)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size + len(inner),  # which it will not do without, and nobody needs
+        min_frequency=2,
+        special_tokens=[*alphabet, *inner],
+        continuing_subword_prefix=CONTINUED,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    found = tokenizer.get_vocab()
+    kept = [piece for piece in sorted(found, key=found.__getitem__) if piece not in inner]
+    assert kept[: len(alphabet)] == alphabet
+    model = models.WordPiece(
+        vocab={piece: place for place, piece in enumerate(kept)},
+        unk_token=SPECIALS["unk_token"],
+        continuing_subword_prefix=CONTINUED,
+        max_input_chars_per_word=4 * LONGEST_WORD,  # of UTF-8
+    )
+    return _finished(_bert_like(model, over_bytes=True))
+
+
+def train_words(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
+    """Whole lower-case words, the most frequent first, those equally frequent by the alphabet; others are [UNK]."""
+    assert vocab_size >= MIN_WORD_VOCAB
+    tokenizer = _bert_like(models.WordLevel(unk_token=SPECIALS["unk_token"]), over_bytes=False)
+    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=[*SPECIALS.values()], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return _finished(tokenizer)
+
+
+def _bert_like(model: models.Model, *, over_bytes: bool) -> Tokenizer:
+    """Lower-case words and punctuation marks; the same steps at training and at encoding."""
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
+    words, joined = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(prefix=CONTINUED)
+    tokenizer.pre_tokenizer, tokenizer.decoder = words, joined
+    if over_bytes:
+        short, in_bytes = pre_tokenizers.FixedLength(LONGEST_WORD), pre_tokenizers.ByteLevel(False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, short, in_bytes])
+        blank = decoders.Replace(" ", _byte_characters()[ord(" ")])
+        tokenizer.decoder = decoders.Sequence([joined, blank, decoders.ByteLevel()])
+    return tokenizer
+
+
+def _finished(tokenizer: Tokenizer) -> TokenizerFile:
+    """With the five special tokens, and the template that BERT's readers expect."""
+    begin, end = SPECIALS["cls_token"], SPECIALS["sep_token"]
+    tokenizer.add_special_tokens([*SPECIALS.values()])  # pyright: ignore[reportUnknownMemberType] # stub: `list`
+    ids = {token: tokenizer.token_to_id(token) for token in (begin, end)}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B:1 {end}:1", special_tokens=[*ids.items()]
+    )
+    return TokenizerFile(tokenizer, separator=end)
+
+
 def _byte_characters() -> list[str]:
     """The character that stands for each byte in byte-level tokenizers: itself if printable, else one past 255."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + other.index(byte)) for byte in range(256)]
+
+
+MIN_WORDPIECE_VOCAB = len(SPECIALS) + sum(len(pieces) for pieces in _byte_pieces()[:2])
 
 
 class ByteTokenizer(TokenizerFile):

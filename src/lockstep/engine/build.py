@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import lockstep
 from lockstep import registry
 from lockstep.config.load import Loaded, identity, identity_hash, to_dict
 from lockstep.config.schema import RunConfig
-from lockstep.contracts import Objective, Sink
+from lockstep.contracts import Batch, Objective, Sink
 from lockstep.data.loader import Loader, validation_batches
-from lockstep.engine import checkpoint, legacy, resume, state
+from lockstep.data.stream import StreamTable
+from lockstep.engine import checkpoint, feed, legacy, resume, state
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.council import Council
+from lockstep.engine.feed import Feed
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared, prepare
 from lockstep.engine.progress import Progress
@@ -55,8 +59,21 @@ def plan(loaded: Loaded, device: torch.device) -> Plan:
     training = config.training.model_copy(update={"precision": named})
     config = config.model_copy(update={"training": training})
     shape = shapes.resolve(config.model, context_length=config.training.context_length, token=hub_token(config))
-    objective: Objective = registry.load("objectives", config.objective.name, "build")(config.objective)
-    return Plan(config, device, shape, objective, identity_hash(config))
+    return Plan(config, device, shape, make_objective(config), identity_hash(config))
+
+
+def make_objective(config: RunConfig) -> Objective:
+    """The objective a configuration names. One that was not made to keep documents apart is not asked to."""
+    build: Any = registry.load("objectives", config.objective.name, "build")
+    if config.data.documents != "masked":
+        return build(config.objective)
+    if "documents" not in inspect.signature(build).parameters:
+        raise ConfigError(
+            f"objective {config.objective.name!r} cannot keep documents apart",
+            where="data.documents",
+            hint="data.documents=separated, or a build(options, *, documents) of its own",
+        )
+    return build(config.objective, documents=config.data.documents)
 
 
 def hub_token(config: RunConfig) -> str | None:
@@ -100,7 +117,7 @@ class Assembled:
     parts: Parts
     prepared: Prepared
     built: Built
-    loader: Loader
+    loader: Loader | Feed
 
 
 def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
@@ -125,7 +142,12 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
     told = everyone.told(link)
-    loader = make_loader(plan, prepared, start_step=progress.step, group=group)
+    loader: Loader | Feed
+    make = partial(make_loader, plan, prepared, start_step=progress.step, group=group)
+    if isinstance(prepared.train, StreamTable):
+        loader = feed.start(make, prepared.train, config, run=run, group=everyone, stop=stop, link=told)
+    else:
+        loader = make()
     checkpointer = Checkpointer(
         run.checkpoints,
         keep_last=config.checkpoint.keep_last,
@@ -141,20 +163,13 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         stepper=stepper,
         progress=progress,
         batches=iter(loader),
-        validation=validation_batches(
-            prepared.validation,
-            plan.objective,
-            micro_rows=options.batch_size,
-            rows=options.eval_batches * about["batch_rows"],
-            seed=config.system.seed,
-            share=(group.rank, group.world),
-        ),
+        validation=make_validation(plan, prepared, group, batch_rows=about["batch_rows"]),
         checkpointer=checkpointer,
         sinks=sinks,
         stop=stop,
         faults=stepper.faults,
         about=about,
-        rows=prepared.train.rows,
+        rows=prepared.train.epoch_rows,
         flops_per_token=plan.shape.flops_per_token(options.context_length),
         peak_flops=(peak_flops(plan.device, options.precision) or 0) * group.world or None,
         council=stepper.council,
@@ -203,6 +218,7 @@ def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None) -> Bu
         checkpointing=config.system.gradient_checkpointing,
         deterministic=config.system.deterministic,
         debug=config.debug.enabled,
+        documents_apart=config.data.documents == "masked",
         token=hub_token(config),
         shard=sharded.shard if sharded else None,
     )
@@ -212,6 +228,18 @@ def tokenizer_files(prepared: Prepared) -> dict[str, bytes]:
     """What a checkpoint needs to speak: read now, since the cache may be cleared while the run goes on."""
     paths = (prepared.folder / name for name in checkpoint.TOKENIZER_FILES)
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def make_validation(plan: Plan, prepared: Prepared, group: Group, *, batch_rows: int) -> list[Batch]:
+    """This rank's share of the validation batches."""
+    return validation_batches(
+        prepared.validation,
+        plan.objective,
+        micro_rows=plan.config.training.batch_size,
+        rows=plan.config.training.eval_batches * batch_rows,
+        seed=plan.config.system.seed,
+        share=(group.rank, group.world),
+    )
 
 
 def make_loader(plan: Plan, prepared: Prepared, *, start_step: int, group: Group | None = None) -> Loader:

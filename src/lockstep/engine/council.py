@@ -45,6 +45,9 @@ class Council:
         if self._ahead is None:
             self.look_ahead(source, stop)
         batches, self._ahead = self._ahead, None
+        if isinstance(batches, LockstepError) and batches.between_steps:
+            assert self._sum is not None
+            self._read(self._sum, batches)  # all ranks end alike: if another one failed, there is nothing to save
         if isinstance(batches, Exception):
             raise batches
         assert batches is not None
@@ -65,26 +68,27 @@ class Council:
             return
         try:
             self._ahead = next(source)
-        except Stopped:
-            raise  # now, not at the next step
         except Exception as error:
+            if isinstance(error, Stopped) and not error.between_steps:
+                raise  # now, not at the next step
             self._ahead = error
-        made = None if isinstance(self._ahead, Exception) else self._ahead
-        self._sum = self._begin(made, stop.signal)  # in any case: the others count on it
+        self._sum = self._begin(self._ahead, stop.signal)  # in any case: the others count on it
 
     def _weights(self, batches: Sequence[Batch]) -> dict[str, int]:
         return {term: sum(batch.weights[term] for batch in batches) for term in self.terms}
 
-    def _begin(self, batches: Sequence[Batch] | None, wish: signal.Signals | None) -> Sum:
-        """Without batches: this rank has failed to make them, and says so."""
-        failed, made = int(batches is None), batches or ()
+    def _begin(self, batches: Sequence[Batch] | Exception, wish: signal.Signals | None) -> Sum:
+        """With an error instead of batches: this rank has failed to make them, or there are no rows, and says so."""
+        made = () if isinstance(batches, Exception) else batches
+        starved = isinstance(batches, LockstepError) and batches.between_steps
+        failed = isinstance(batches, Exception) and not starved
         tokens = sum(batch.tokens for batch in made)
         wishes = [int(wish == each) for each in SIGNALS]
-        return self.group.control_sum([failed, *self._weights(made).values(), tokens, *wishes])
+        return self.group.control_sum([int(failed), int(starved), *self._weights(made).values(), tokens, *wishes])
 
-    def _read(self, begun: Sum) -> Agreed:
-        """Of several signals the one that most ranks heard, of these the first."""
-        failed, *sums = begun.wait()
+    def _read(self, begun: Sum, own: LockstepError | None = None) -> Agreed:
+        """Of several signals the one that most ranks heard, of these the first. `own`: why this rank has no rows."""
+        failed, starved, *sums = begun.wait()
         if failed:
             error = LockstepError("another worker has no batch for this step")
             error.secondary = True  # it tells the reason itself
@@ -92,4 +96,17 @@ class Council:
         count = len(self.terms)
         weights, tokens, wishes = sums[:count], sums[count], sums[count + 1 :]
         stop = SIGNALS[wishes.index(max(wishes))] if any(wishes) else None
+        if starved:
+            raise own if own and not isinstance(own, Stopped) else _without_rows(stop)
         return Agreed(dict(zip(self.terms, weights, strict=True)), tokens, stop)
+
+
+def _without_rows(stop: signal.Signals | None) -> LockstepError:
+    """Why nobody makes the next step: asked to stop while waiting for rows, or another rank waits in vain."""
+    if stop:
+        error: LockstepError = Stopped(f"stopped by {stop.name}", exit_code=EXIT_CODES[stop])
+    else:
+        error = LockstepError("another worker waits for rows that do not come")
+        error.secondary = True  # it tells the reason itself
+    error.between_steps = True
+    return error

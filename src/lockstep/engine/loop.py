@@ -42,9 +42,11 @@ def run(parts: Parts) -> None:
         for step in range(parts.progress.step, parts.config.training.max_steps):
             try:
                 launched = launch(parts, step)
-            except (Exception, SystemExit):
+            except (Exception, SystemExit) as error:
                 if flying and not parts.stepper.updating:
                     settle(parts, flying, clock, marked=False)  # its update has taken effect: it counts
+                if parts.are_between_steps(error):
+                    save(parts, "interrupted")
                 raise
             landed, flying = flying, launched
             if landed:

@@ -15,6 +15,7 @@ from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.council import Council
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
+from lockstep.errors import LockstepError, Stopped
 from lockstep.runtime import faults
 from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.signals import StopRequest
@@ -81,6 +82,14 @@ class Parts:
         """Whether to stop now: alone a signal is enough, several ranks go by what they have agreed on."""
         self.stopping = self.stopping or (self.council.alone and bool(self.stop))
         return self.stopping
+
+    def are_between_steps(self, error: BaseException) -> bool:
+        """Whether all ranks have ended because there are no rows to go on with, and are to save what they have done.
+
+        A process alone saves after every error anyway (endings.py), but not when it was asked to stop.
+        """
+        between = isinstance(error, LockstepError) and error.between_steps and self.progress.step > 0
+        return between and (isinstance(error, Stopped) or not self.council.alone)
 
     def tell(self, kind: str, **fields: Any) -> None:
         """An event to every sink."""

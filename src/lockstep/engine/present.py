@@ -12,6 +12,8 @@ from pathlib import Path
 import lockstep
 from lockstep.config.load import Loaded
 from lockstep.config.schema import RunConfig
+from lockstep.data.cache import Table
+from lockstep.data.stream import StreamTable
 from lockstep.engine.build import Assembled, Plan
 from lockstep.engine.parts import Parts
 from lockstep.models.shapes import LlamaShape, Memory, memory_bytes
@@ -40,7 +42,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         },
         tokens_per_step=assembled.parts.batch_rows * options.context_length,
         max_steps=options.max_steps,
-        dataset=f"{assembled.prepared.source}, {assembled.prepared.train.rows:,} rows",
+        dataset=f"{assembled.prepared.source}, {rows_text(assembled.prepared.train)}",
         precision=options.precision,
         attention=assembled.built.attention + (", compiled" if assembled.built.compiled else ""),
         determinism=determinism.label(planned.device, deterministic=config.system.deterministic),
@@ -50,6 +52,12 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         tag=label.replace("GPU", "GPU "),
         version=lockstep.__version__,
     )
+
+
+def rows_text(table: Table | StreamTable) -> str:
+    """How many rows there are; of a stream, so far."""
+    grows = isinstance(table, StreamTable) and not table.ended
+    return f"{table.rows:,} rows{' so far' if grows else ''}"
 
 
 def batch_text(parts: Parts) -> str:

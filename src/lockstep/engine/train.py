@@ -20,7 +20,7 @@ from lockstep import rundir
 from lockstep.config.load import Loaded, identity, to_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import SampleOptions, Sink
-from lockstep.engine import endings, inference, loop, present, replicas, resume
+from lockstep.engine import endings, inference, loop, present, replicas, resume, settle
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
 from lockstep.engine.parts import Parts
 from lockstep.errors import ConfigError, LockstepError, OutputError, Stopped
@@ -75,8 +75,12 @@ def train(loaded: Loaded) -> Result:
         if bell:
             closing.callback(bell.close)
             link.tell_nodes(addresses)
+        decided = group.together(lambda: settle.decide(loaded.config))
         for notice in loaded.notices if place.rank == 0 and place.launcher != "lockstep" else ():
             logger.info("%s", notice)
+        for line in settle.lines(decided) if place.rank == 0 else ():
+            logger.warning("%s", line)
+        loaded = settle.settled(loaded, decided)
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
             planned = plan(loaded, device)
             endings.check_memory(planned.config, planned.shape, device, shards=shards(system.mode, place))

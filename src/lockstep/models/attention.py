@@ -22,19 +22,31 @@ KERNELS = {
     "native_math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+MASKING = ("flex", "native_math")  # the kernels of a GPU that keep documents apart
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLEX_BLOCK = 128
 FLEX_KERNEL: Any = {"BACKEND": "TRITON"}  # not the decoding kernel, which rows under 128 tokens would get and fail in
 
 
-def resolve(
-    backend: str, *, use_flash: bool, device_type: str, dtype_name: str, deterministic: bool, head_dim: int = 64
+def resolve(  # noqa: PLR0913 - all that decides which kernels can run, by name
+    backend: str,
+    *,
+    use_flash: bool,
+    device_type: str,
+    dtype_name: str,
+    deterministic: bool,
+    head_dim: int = 64,
+    documents_apart: bool = False,
 ) -> tuple[str, str]:
     """(kernel that runs, one line that says so). A kernel named by the user runs or is refused."""
+    if backend == "auto" and documents_apart and device_type == "cuda":
+        return _choose_apart(use_flash, dtype_name, head_dim)
     if backend == "auto":
         return _choose(use_flash, device_type, dtype_name, deterministic, head_dim)
     if not use_flash and backend != "native_math":
         raise _refusal(backend, "model.use_flash_attention is false and this is a flash kernel")
+    if documents_apart and device_type == "cuda" and backend not in MASKING:
+        raise _refusal(backend, f"data.documents is masked, and on a GPU only {' and '.join(MASKING)} can do that")
     if backend == "flash_attn":
         return _resolve_flash_attn(device_type, dtype_name, head_dim)
     if reason := obstacle(backend, device_type, dtype_name, head_dim):
@@ -58,6 +70,14 @@ def _choose(use_flash: bool, device_type: str, dtype_name: str, deterministic: b
             return name, f"attention: {name} (auto; {why}{''.join(skipped)})"
         skipped.append(f"; not {name}: {reason}")
     return "native_math", f"attention: native_math (auto{''.join(skipped)})"
+
+
+def _choose_apart(use_flash: bool, dtype_name: str, head_dim: int) -> tuple[str, str]:
+    """On a GPU, for documents that must not see each other."""
+    reason = obstacle("flex", "cuda", dtype_name, head_dim) if use_flash else "model.use_flash_attention is false"
+    if reason:
+        return "native_math", f"attention: native_math (auto; documents are masked; not flex: {reason})"
+    return "flex", "attention: flex (auto; documents are masked; same bits in every run)"
 
 
 def _resolve_flash_attn(device_type: str, dtype_name: str, head_dim: int) -> tuple[str, str]:
@@ -111,22 +131,30 @@ def _refusal(backend: str, reason: str) -> ConfigError:
 
 
 def attend(
-    q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, backend: str, causal: bool = True, block_mask: Any = None
+    q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, backend: str, causal: bool = True, mask: Any = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v; each k/v head serves a run of consecutive query heads."""
+    """softmax(q k^T / sqrt(E)) v; each k/v head serves a run of consecutive query heads.
+
+    `mask` says all about who sees whom, the future included: for flex its block mask, else (B, 1, L, L) booleans.
+    """
     grouped = q_BHLE.shape[1] != k_BKLE.shape[1]
     if backend == "flash_attn":
+        assert mask is None, "refused when the model was built"
         return _flash_attn_package(q_BHLE, k_BKLE, v_BKLE, causal=causal)
-    if backend == "flex" and block_mask is not None:
+    if backend == "flex" and mask is not None:
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-        return flex(q_BHLE, k_BKLE, v_BKLE, block_mask=block_mask, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
+        return flex(q_BHLE, k_BKLE, v_BKLE, block_mask=mask, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
     if backend == "flex":  # no gradient wanted: any kernel's forward pass repeats its bits, and none needs compiling
         return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
     # Here and not around the model: checkpointing runs a block again, later. Without gradients, as in sampling, rows
     # can be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in.
-    kernels = [KERNELS[backend]] if torch.is_grad_enabled() else [KERNELS[backend], SDPBackend.MATH]
+    kernels = [KERNELS[backend]]
+    if backend != "native_math" and not torch.is_grad_enabled():  # naming one twice fails in a compiled block
+        kernels.append(SDPBackend.MATH)
     with sdpa_kernel(kernels, set_priority=True):
-        return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q_BHLE, k_BKLE, v_BKLE, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=grouped
+        )
 
 
 def _flash_attn_package(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, causal: bool) -> Tensor:
@@ -151,3 +179,21 @@ def causal_block_mask(length: int, device: torch.device) -> Any:
         return query >= key
 
     return create_block_mask(causal, None, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)
+
+
+def document_mask(documents_BL: Tensor, *, backend: str) -> Any:
+    """For `attend`: a token sees those before it that are of its own document. Made once for all blocks.
+
+    (B, 1, L, L) booleans are a byte for each pair of tokens; flex attention needs only to know which of its blocks to
+    visit, and skips those between two documents.
+    """
+    rows, length = documents_BL.shape
+    if backend != "flex":
+        past_LL = torch.ones(length, length, dtype=torch.bool, device=documents_BL.device).tril()
+        return (documents_BL[:, None, :, None] == documents_BL[:, None, None, :]) & past_LL
+
+    def same_document(row: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents_BL[row, query] == documents_BL[row, key])
+
+    device = documents_BL.device
+    return create_block_mask(same_document, rows, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.models import attention, hf, hub, initialise
+from lockstep.models import attention, hf, initialise
 from lockstep.models.llama import Llama
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import LlamaShape
+from lockstep.runtime import hub
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     checkpointing: bool,
     deterministic: bool,
     debug: bool,
+    documents_apart: bool = False,
     token: str | None = None,
     shard: Callable[[nn.Module], None] | None = None,
 ) -> Built:
@@ -48,6 +50,7 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         dtype_name=dtype_name,
         deterministic=deterministic,
         head_dim=shape.head_dim,
+        documents_apart=documents_apart,
     )
     with torch.device("meta"):
         model = Llama(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)

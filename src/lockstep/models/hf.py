@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lockstep import rundir
 from lockstep.errors import DataError, NotFoundError, OutputError
-from lockstep.models.hub import CONFIG_FILE, read_json
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import LlamaShape
+from lockstep.runtime.hub import CONFIG_FILE, read_json
 from lockstep.runtime.parallel import local, offset
 
 WEIGHTS_FILE = "model.safetensors"

@@ -68,12 +68,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.hidden_size, key, bias=False)
         self.wo = nn.Linear(query, shape.hidden_size, bias=False)
 
-    def forward(self, x_BLD: Tensor, cos_L1R: Tensor, sin_L1R: Tensor, block_mask: Any) -> Tensor:
+    def forward(self, x_BLD: Tensor, cos_L1R: Tensor, sin_L1R: Tensor, mask: Any) -> Tensor:
         heads = (*x_BLD.shape[:2], -1, self.head_dim)
         q_BHLE = rotate(self.wq(x_BLD).view(heads), cos_L1R, sin_L1R).transpose(1, 2)
         k_BKLE = rotate(self.wk(x_BLD).view(heads), cos_L1R, sin_L1R).transpose(1, 2)
         v_BKLE = self.wv(x_BLD).view(heads).transpose(1, 2)
-        out_BHLE = attend(q_BHLE, k_BKLE, v_BKLE, backend=self.backend, causal=self.causal, block_mask=block_mask)
+        out_BHLE = attend(q_BHLE, k_BKLE, v_BKLE, backend=self.backend, causal=self.causal, mask=mask)
         return self.wo(out_BHLE.transpose(1, 2).flatten(2))
 
 
@@ -101,8 +101,8 @@ class Block(nn.Module):
         self.mlp = SwiGLU(shape)
         self.dropout = dropout
 
-    def forward(self, x_BLD: Tensor, cos_L1R: Tensor, sin_L1R: Tensor, block_mask: Any) -> Tensor:
-        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD), cos_L1R, sin_L1R, block_mask))
+    def forward(self, x_BLD: Tensor, cos_L1R: Tensor, sin_L1R: Tensor, mask: Any) -> Tensor:
+        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD), cos_L1R, sin_L1R, mask))
         return x_BLD + self._drop(self.mlp(self.mlp_norm(x_BLD)))
 
     def _drop(self, x_BLD: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import DataError
 from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy, score_next_tokens
-from lockstep.models.attention import causal_block_mask
+from lockstep.models.attention import causal_block_mask, document_mask
 from lockstep.models.layers import Block, RMSNorm, rope_frequencies, rope_tables
 from lockstep.models.shapes import LlamaShape, chunk_tokens
 
@@ -50,14 +50,17 @@ class Llama(nn.Module):
         targets_BL: Tensor | None = None,
         token_weights_BL: Tensor | None = None,
         *,
+        documents_BL: Tensor | None = None,
         count_correct: bool = False,
     ) -> Any:
         """Without targets the logits (B, L, V); with targets the SUM of cross-entropies over targets != -100.
 
+        `documents_BL` numbers the documents of each row: a token sees those of its own only. Positions count on over
+        them, which changes nothing, because rotary positions act by their differences.
         `count_correct` gives (sum, number of targets that were the most likely token) instead, without gradients.
         """
         try:
-            x_BLD = self._hidden(inputs_BL)
+            x_BLD = self._hidden(inputs_BL, documents_BL)
             if targets_BL is None:
                 return F.linear(x_BLD, self._head())
             x_ND, targets_N, chunk = x_BLD.flatten(0, 1), targets_BL.flatten(), chunk_tokens(self.shape.vocab_size)
@@ -73,7 +76,7 @@ class Llama(nn.Module):
     def _head(self) -> Tensor:
         return self.tok_embed.weight if self.output is None else self.output.weight
 
-    def _hidden(self, inputs_BL: Tensor) -> Tensor:
+    def _hidden(self, inputs_BL: Tensor, documents_BL: Tensor | None) -> Tensor:
         length = inputs_BL.shape[1]
         assert length <= self.shape.max_position_embeddings, "rows longer than the model's positions"
         x_BLD = self.tok_embed(inputs_BL)
@@ -82,22 +85,26 @@ class Llama(nn.Module):
             x_BLD = x_BLD.to(torch.bfloat16)  # has fp32's range, so the residual stream may live in it; fp16 has not
         cos_L1R, sin_L1R = rope_tables(self.rope_frequency, length)
         wants_grad = torch.is_grad_enabled()
-        flex_mask = causal_block_mask(length, x_BLD.device) if self.attention == "flex" and wants_grad else None
+        mask = None  # causal, which every kernel knows by itself, flex apart
+        if documents_BL is not None:
+            mask = document_mask(documents_BL, backend=self.attention)
+        elif self.attention == "flex" and wants_grad:
+            mask = causal_block_mask(length, x_BLD.device)
         for block in self.layers:
             if self.checkpointing and wants_grad:
                 x_BLD = checkpoint(
-                    block, x_BLD, cos_L1R, sin_L1R, flex_mask,
+                    block, x_BLD, cos_L1R, sin_L1R, mask,
                     use_reentrant=False, preserve_rng_state=self.dropout > 0 and self.training,
                 )  # fmt: skip
             else:
-                x_BLD = block(x_BLD, cos_L1R, sin_L1R, flex_mask)
+                x_BLD = block(x_BLD, cos_L1R, sin_L1R, mask)
         return self.norm(x_BLD)
 
     def _check_ids(self, inputs_BL: Tensor, targets_BL: Tensor | None) -> None:
         """After a failure: was it an id outside the vocabulary?
 
         On a GPU such an id is a device assert, after which nothing can be asked any more. A run does not get there:
-        before any training the tokenizer's highest id is compared with the vocabulary (engine/prepare.py).
+        before any training the tokenizer's highest id is compared with the vocabulary (engine/choices.py).
         """
         if inputs_BL.device.type != "cpu":
             return

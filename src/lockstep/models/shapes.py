@@ -309,7 +309,7 @@ def _check_pretrained(options: LlamaOptions, base: LlamaShape, shape: LlamaShape
 
 
 def _base(model_path: str, token: str | None) -> LlamaShape:
-    from lockstep.models.hub import CONFIG_FILE, download, looks_like_id, read_json
+    from lockstep.runtime.hub import CONFIG_FILE, download, looks_like_id, read_json
 
     folder = Path(model_path).expanduser()
     if (folder / CONFIG_FILE).is_file():

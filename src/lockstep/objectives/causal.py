@@ -8,6 +8,10 @@ and a step divides the sum over all micro-batches and ranks by the weight over a
 changes nothing. The shift by one happens once, in `collate`: inputs are x_0..x_{T-1}, targets x_1..x_T. Rows overlap
 by one token (stride T), so every token of the corpus but the first is predicted exactly once. The optimum is the
 entropy rate of the source (Shannon 1948); the neural form is Bengio et al. 2003, the transformer's Radford et al. 2018.
+
+With `data.documents` = masked a row is several documents side by side: p(x_{t+1} | ...) is conditioned on the tokens of
+x_{t+1}'s own document only, those in this row. The first token of a document then has nothing to be predicted from, so
+it is no target and is not counted in the weight: the loss of a row is the sum over its documents, each alone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 
 from lockstep.contracts import Batch, Draw, Rows, SampleOptions, Sum
 from lockstep.errors import ConfigError
+from lockstep.kernels.linear_cross_entropy import IGNORE
 from lockstep.objectives.options import CausalOptions
 
 if TYPE_CHECKING:
@@ -31,53 +36,73 @@ PACK_TOKENS = 1 << 20  # tokens gathered before rows are cut
 GREEDY_BELOW = 1e-6  # a temperature at which the likeliest token leaves the others nothing that fp32 could hold
 
 
-def build(options: CausalOptions) -> Causal:
-    """The objective `causal`."""
+def build(options: CausalOptions, *, documents: str = "separated") -> Causal:
+    """The objective `causal`; `documents` is `data.documents`."""
     assert options.name
-    return Causal()
+    return Causal(documents=documents)
 
 
 class Causal:
-    """Predict each token from all before it."""
+    """Predict each token from all before it, or from all before it in its document."""
 
-    columns: Mapping[str, str] = CausalOptions.columns
     terms: Mapping[str, float] = {"loss": 1.0}
+
+    def __init__(self, *, documents: str = "separated") -> None:
+        self.columns: Mapping[str, str] = CausalOptions.columns_of(documents)
 
     def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[dict[str, Array]]:
         """Blocks of rows of context_length + 1 tokens; each document is followed by the separator (none if < 0).
 
-        The tail that does not fill a row is dropped.
+        The tail that does not fill a row is dropped. Where documents are kept apart, `starts` is 1 at the first token
+        of each.
         """
         parts: list[Array] = []
+        starts: list[int] = []  # where documents begin in what was gathered
         gathered = 0
         end = np.array([separator] if separator >= 0 else [], dtype=np.int32)
         for document in documents:
             if len(document) == 0:
                 continue
+            starts.append(gathered)
             parts += [np.asarray(document, dtype=np.int32), end]
             gathered += len(document) + len(end)
             if gathered >= max(PACK_TOKENS, context_length + 1):
-                rows, rest = _cut(np.concatenate(parts), context_length)
-                yield {"tokens": rows}
-                parts, gathered = [rest], len(rest)
+                stream = np.concatenate(parts)
+                yield self._rows(stream, starts, context_length)
+                used = (gathered - 1) // context_length * context_length
+                parts, starts = [stream[used:].copy()], [start - used for start in starts if start >= used]
+                gathered -= used
         if gathered > context_length:
-            yield {"tokens": _cut(np.concatenate(parts), context_length)[0]}
+            yield self._rows(np.concatenate(parts), starts, context_length)
+
+    def _rows(self, stream: Array, starts: list[int], context_length: int) -> dict[str, Array]:
+        columns = {"tokens": _cut(stream, context_length)}
+        if "starts" in self.columns:
+            begins = np.zeros(len(stream), np.uint8)
+            begins[starts] = 1
+            columns["starts"] = _cut(begins, context_length)
+        return columns
 
     def collate(self, rows: Rows, draw: Draw) -> Batch:  # noqa: ARG002 - nothing is random here
-        """Inputs and targets, shifted by one, once."""
+        """Inputs and targets, shifted by one, once; and which document of its row each input belongs to."""
         tokens = torch.from_numpy(np.ascontiguousarray(rows.columns["tokens"], dtype=np.int64))
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        count = targets.numel()
-        return Batch({"inputs": inputs, "targets": targets}, {"loss": count}, rows=tokens.shape[0], tokens=count)
+        tensors, count = {"inputs": inputs, "targets": targets}, targets.numel()
+        if "starts" in self.columns:
+            starts = rows.columns["starts"]
+            tensors["targets"] = targets.masked_fill(torch.from_numpy(starts[:, 1:] == 1), IGNORE)
+            count -= int(starts[:, 1:].sum())
+            tensors["documents"] = torch.from_numpy(np.cumsum(starts[:, :-1], axis=1, dtype=np.int32))
+        return Batch(tensors, {"loss": count}, rows=tokens.shape[0], tokens=targets.numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The SUM of cross-entropies."""
-        return {"loss": model(batch.tensors["inputs"], batch.tensors["targets"])}
+        return {"loss": model(batch.tensors["inputs"], batch.tensors["targets"], **_apart(batch))}
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum]:
         """Loss, and how often the most likely token was the right one."""
-        total, correct = model(batch.tensors["inputs"], batch.tensors["targets"], count_correct=True)
+        total, correct = model(batch.tensors["inputs"], batch.tensors["targets"], **_apart(batch), count_correct=True)
         weight = batch.weights["loss"]
         return {"loss": Sum(total, weight), "accuracy": Sum(correct, weight)}
 
@@ -104,6 +129,11 @@ class Causal:
         return tokens[len(prompt) :]
 
 
+def _apart(batch: Batch) -> dict[str, Tensor]:
+    """What tells the model to keep documents apart, where they are."""
+    return {"documents_BL": batch.tensors["documents"]} if "documents" in batch.tensors else {}
+
+
 def _shape(model: nn.Module) -> Any:
     return model.shape
 
@@ -114,11 +144,11 @@ def _eager(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def _cut(tokens: Array, context_length: int) -> tuple[Array, Array]:
-    """(rows of context_length + 1 with stride context_length, the tokens the next row starts with)."""
-    count = (len(tokens) - 1) // context_length
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length + 1)
-    return windows[: count * context_length : context_length].copy(), tokens[count * context_length :].copy()
+def _cut(stream: Array, context_length: int) -> Array:
+    """Rows of context_length + 1 with stride context_length; the last entry of one is the first of the next."""
+    count = (len(stream) - 1) // context_length
+    windows = np.lib.stride_tricks.sliding_window_view(stream, context_length + 1)
+    return windows[: count * context_length : context_length].copy()
 
 
 def _draw(logits_V: Tensor, options: SampleOptions, generator: torch.Generator) -> int:

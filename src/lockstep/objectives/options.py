@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from lockstep.config.section import Section, setting
 
@@ -11,6 +10,9 @@ from lockstep.config.section import Section, setting
 class CausalOptions(Section):
     """Next-token prediction."""
 
-    columns: ClassVar[Mapping[str, str]] = {"tokens": "int32"}  # of a cached row: known before torch is loaded
-
     name: str = setting("causal", "A file of objectives/, or pkg.module:Class for your own.", max_length=200)
+
+    @staticmethod
+    def columns_of(documents: str) -> Mapping[str, str]:
+        """What a cached row holds under `data.documents`: known before torch is loaded."""
+        return {"tokens": "int32", "starts": "uint8"} if documents == "masked" else {"tokens": "int32"}

@@ -220,18 +220,19 @@ class _Pace:
         return [f"{self.tokens / self.seconds:,.0f} tokens/s", *mfu]
 
 
-class _Bar:
+class Bar:
     """A progress bar at the bottom of a terminal, drawn by rich. Log lines go above it."""
 
-    def __init__(self, stream: IO[str], max_steps: int) -> None:
+    def __init__(self, stream: IO[str], max_steps: int, *, counted: bool = True) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.text import Text
 
         self._console = Console(file=stream, force_terminal=True, highlight=False)
         tail = TextColumn("{task.fields[tail]}", markup=False)
+        count = [MofNCompleteColumn()] if counted else []
         self._progress = Progress(
-            MofNCompleteColumn(), BarColumn(bar_width=None), tail, console=self._console, auto_refresh=False,
+            *count, BarColumn(bar_width=None), tail, console=self._console, auto_refresh=False,
             transient=True, expand=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=max_steps, tail="")
@@ -279,7 +280,7 @@ class ConsoleSink:
         self._stream = stream or (handler.stream if handler is not None else sys.stdout)
         self._width = handler.width if handler is not None else COLUMNS
         self._wants_bar = progress == "on" or (progress == "auto" and is_terminal(self._stream))
-        self._bar: _Bar | None = None
+        self._bar: Bar | None = None
         self._last: StepRecord | None = None
         self._shown = -1  # last step that has a line
         self._pace = _Pace()  # since the last validation
@@ -342,7 +343,7 @@ class ConsoleSink:
         tail = [f"Loss: {format_number(record.loss)}", *pace.parts(), f"ETA: {format_eta(record.eta_seconds)}"]
         try:
             if self._bar is None:
-                self._bar = _Bar(self._stream, self._max_steps)
+                self._bar = Bar(self._stream, self._max_steps)
             self._bar.update(record.step + 1, "  ".join(tail))
         except ImportError:
             self._wants_bar = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import socket
 import subprocess
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 
 from lockstep.errors import ConfigError
@@ -317,6 +318,20 @@ def launcher_pid() -> int:
 def setdefault(name: str, value: str) -> None:
     """Set a variable for this process and its children unless the user has."""
     os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def changed(name: str, value: str) -> Generator[None]:
+    """Another value for a while. Not while other threads are about: the C library reads the environment unlocked."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def hide(value: str | None) -> None:

@@ -1,8 +1,8 @@
-"""Your own text: .txt, .jsonl, .json and .parquet; a file, a folder or a glob (`data.data_path`).
+"""Your own text: files, folders and globs (`data.data_path`) of every kind in formats/, and stdin.
 
-What a document is: a line of .jsonl, an item of .json, a row of .parquet, a .txt file. A .txt file longer than a
-fortieth of all the text (at least 1 KiB, at most 1 MiB) is cut into documents of that size at blank lines, else at
-line ends, else at blanks, so that even one single file can be split into training and validation.
+What a document is: a line of .jsonl, an item of .json, a row of .csv, .parquet or .npy, a .txt file. A .txt file longer
+than a fortieth of all the text (at least 1 KiB, at most 1 MiB) is cut into documents of that size at blank lines, else
+at line ends, else at blanks, so that even one single file can be split into training and validation.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ import glob
 import hashlib
 import json
 import time
+import uuid
 from collections.abc import Generator, Iterator, Mapping
-from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
+from lockstep import formats, rundir
+from lockstep.errors import ConfigError, DataError, NotFoundError
+from lockstep.formats.txt import cut_limit
 from lockstep.rundir import sha256, write_json
 
 if TYPE_CHECKING:
+    from lockstep.contracts import Document, Place
     from lockstep.data.options import DataOptions
 
-SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
-COLUMNS = ("text", "content")  # looked for when data.text_column is null
-SHARE_OF_DOCUMENT = 40
-MIN_CUT_CHARACTERS, MAX_CUT_CHARACTERS = 1 << 10, 1 << 20
-READ_CHARACTERS = 1 << 22
+STDIN = "-"
 MEMO_BYTES = 1 << 24  # hashes of files from this size on are remembered
 MEMO_AGE_SECONDS = 2.0  # a younger file may still be written to within one tick of its clock
+COPY_BYTES = 1 << 20
+HINT = "data.data_path=FILE, FOLDER or 'GLOB'"
 
 
 def find_files(pattern: str) -> list[tuple[str, Path]]:
@@ -44,8 +45,9 @@ def find_files(pattern: str) -> list[tuple[str, Path]]:
 def _find_files(pattern: str) -> list[tuple[str, Path]]:
     path = Path(pattern).expanduser()
     if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise DataError(f"{path.suffix or 'no suffix'} is no kind of text", where=pattern, hint=", ".join(SUFFIXES))
+        if not formats.kind_of(path.name):
+            what = f"{path.suffix or 'no suffix'} is no kind of text"
+            raise DataError(what, where=pattern, hint=f"a file called {formats.suffixes()}")
         return [(path.name, path)]
     plain = list(takewhile(lambda part: not glob.has_magic(part), path.parts))
     base, rest = Path(*plain), Path(*path.parts[len(plain) :])
@@ -53,37 +55,16 @@ def _find_files(pattern: str) -> list[tuple[str, Path]]:
         candidates = path.rglob("*")
     elif rest.parts:
         candidates = base.glob(str(rest))
+    elif path.exists():
+        raise NotFoundError("neither a file nor a folder", where=pattern, hint=f"{HINT}, or - for what is piped in")
     else:
-        raise NotFoundError("no such file or folder", where=pattern, hint="data.data_path=FILE, FOLDER or 'GLOB'")
+        raise NotFoundError("no such file or folder", where=pattern, hint=HINT)
     named = ((file.relative_to(path if path.is_dir() else base).as_posix(), file) for file in candidates)
-    kept = [(name, file) for name, file in named if file.suffix.lower() in SUFFIXES and file.is_file()]
+    kept = [(name, file) for name, file in named if formats.kind_of(name) and file.is_file()]
     visible = sorted((name, file) for name, file in kept if not any(part[0] == "." for part in name.split("/")))
     if not visible:
-        raise NotFoundError(f"no {', '.join(SUFFIXES)} file", where=pattern)
+        raise NotFoundError("no file of text here", where=pattern, hint=f"files called {formats.suffixes()}")
     return visible
-
-
-def cut(file: TextIO, limit: int) -> Iterator[str]:
-    """The text of a file in pieces of at most `limit` characters that, joined, are the text."""
-    rest = ""
-    while block := file.read(READ_CHARACTERS):
-        rest += block
-        start = 0
-        while len(rest) - start > limit:
-            end = _boundary(rest, start, start + limit)
-            yield rest[start:end]
-            start = end
-        rest = rest[start:]
-    yield rest
-
-
-def _boundary(text: str, start: int, end: int) -> int:
-    """The best place to cut in start..end: after the last blank line, else line, else blank, else at the end."""
-    for mark in ("\n\n", "\n", " "):
-        found = text.rfind(mark, start + (end - start) // 2, end)
-        if found >= 0:
-            return found + len(mark)
-    return end
 
 
 @contextlib.contextmanager
@@ -93,12 +74,6 @@ def _reading(file: Path) -> Generator[None]:
         yield
     except FileNotFoundError:
         raise NotFoundError("the file has gone", where=str(file)) from None
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})",
-            where=str(file),
-            hint=f"iconv -f LATIN1 -t UTF-8 {file.name} > utf8{file.suffix}, if it is Latin-1",
-        ) from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(file)) from error
 
@@ -113,8 +88,9 @@ class TextSource:
         self.column = column
         self.files = find_files(pattern)
         self._memo = memo
-        total = sum(_size(file) for _, file in self.files if file.suffix.lower() == ".txt")
-        self._limit = min(max(total // SHARE_OF_DOCUMENT, MIN_CUT_CHARACTERS), MAX_CUT_CHARACTERS)
+        self._kinds = [cast("formats.Kind", formats.kind_of(name)) for name, _ in self.files]
+        plain = zip(self.files, self._kinds, strict=True)
+        self._cut_characters = cut_limit(sum(_size(file) for (_, file), kind in plain if kind.name == "txt"))
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Names, sizes and SHA-256 of the files. A large file is read again only when its size or time changed."""
@@ -125,7 +101,7 @@ class TextSource:
             with _reading(file):
                 status = file.stat()
                 seen = [status.st_size, status.st_mtime_ns, status.st_ino]
-                place = str(file.resolve())
+                place = str(file.resolve()).encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
                 digest: str = known[place][1] if place in known and known[place][0] == seen else sha256(file)
             entries.append((name, status.st_size, digest))
             if status.st_size >= MEMO_BYTES and time.time() - status.st_mtime > MEMO_AGE_SECONDS:
@@ -136,107 +112,45 @@ class TextSource:
         return {"files": len(entries), "bytes": sum(entry[1] for entry in entries), "sha256": content,
                 "text_column": self.column}  # fmt: skip
 
-    def documents(self) -> Iterator[str]:
-        readers = {".txt": self._txt, ".jsonl": self._jsonl, ".json": self._json, ".parquet": self._parquet}
-        for _, file in self.files:
-            with _reading(file):
-                for text in readers[file.suffix.lower()](file):
-                    if text.strip():
-                        yield _encodable(text)
+    def documents(self) -> Iterator[Document]:
+        return (document for _, document in self.walk())
 
-    def _txt(self, file: Path) -> Iterator[str]:
-        with file.open(encoding="utf-8-sig") as opened:
-            yield from cut(opened, self._limit)
-
-    def _jsonl(self, file: Path) -> Iterator[str]:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    where = f"{file}:{number}"
-                    yield self._text(_parse(line.rstrip("\r\n"), where), where)
-
-    def _json(self, file: Path) -> Iterator[str]:
-        where = str(file)
-        items = _parse(file.read_text(encoding="utf-8-sig"), where)
-        if isinstance(items, dict):
-            inside = cast("dict[str, Any]", items).items()
-            lists = {name: cast("list[Any]", value) for name, value in inside if isinstance(value, list)}
-            name = self.column if self.column in lists else next((name for name in COLUMNS if name in lists), None)
-            if name is None and len(lists) != 1:
-                raise DataError(f"an object with {len(lists)} lists: which holds the documents?", where=where)
-            items = lists[name] if name is not None else next(iter(lists.values()))
-        if not isinstance(items, list):
-            raise DataError(f"a list was expected, got {type(items).__name__}", where=where)
-        for index, item in enumerate(cast("list[Any]", items)):
-            yield self._text(item, f"{where}: item {index}")
-
-    def _parquet(self, file: Path) -> Iterator[str]:
-        try:
-            arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise LockstepError(
-                "pyarrow, which reads .parquet, is not installed", hint="pip install pyarrow"
-            ) from error
-        try:
-            with parquet.ParquetFile(file) as opened:
-                fields = [field.name for field in opened.schema_arrow if str(field.type).endswith("string")]
-                column = self._choose(fields, str(file))
-                for batch in opened.iter_batches(columns=[column]):
-                    for text in batch.column(0).to_pylist():
-                        yield text or ""
-        except arrow.ArrowException as error:
-            raise DataError(f"not a readable parquet file: {error}", where=str(file)) from error
-
-    def _text(self, item: object, where: str) -> str:
-        """The text of one item: itself, or its text field."""
-        if isinstance(item, str):
-            return item
-        if not isinstance(item, dict):
-            raise DataError(f"text or an object was expected, got {type(item).__name__}", where=where)
-        texts = {
-            key: value or ""
-            for key, value in cast("dict[str, Any]", item).items()
-            if isinstance(value, str) or (value is None and key in (self.column, *COLUMNS))  # null: no text
-        }
-        return texts[self._choose(list(texts), where)]
-
-    def _choose(self, fields: list[str], where: str) -> str:
-        """The field that holds the text, among those that hold any."""
-        if self.column is not None:
-            if self.column in fields:
-                return self.column
-            raise DataError(f"no text field {self.column!r}: {_listing(fields)}", where=where, hint="data.text_column")
-        for name in COLUMNS:
-            if name in fields:
-                return name
-        if len(fields) == 1:
-            return fields[0]
-        raise DataError(f"which field holds the text? {_listing(fields)}", where=where, hint="data.text_column=NAME")
+    def walk(self, start: Place = (0, 0)) -> Iterator[tuple[Place, Document]]:
+        """The documents from a place on, each with the place just after it."""
+        first, skipped = start
+        for number in range(first, len(self.files)):
+            _, file = self.files[number]
+            how = formats.Reading(
+                self._kinds[number], str(file), column=self.column, cut_characters=self._cut_characters
+            )
+            with _reading(file), file.open("rb") as opened:
+                for after, document in formats.walk(opened, how, skipped):
+                    yield (number, after), document
+            skipped = 0
 
 
-def _listing(fields: list[str]) -> str:
-    return "text fields are " + ", ".join(sorted(fields)) if fields else "there is no text field"
-
-
-def _parse(text: str, where: str) -> Any:
+def spool(stream: BinaryIO, folder: Path) -> Path:
+    """Copy what is piped in to a file of the folder that is called by its content, and return its path."""
+    rundir.probe(folder, key="data.cache_dir")
+    temporary = folder / f"stdin.tmp-{uuid.uuid4().hex[:12]}"
+    digest, first = hashlib.sha256(), b""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = "" if error.lineno == 1 else f" line {error.lineno},"
-        raise DataError(f"not JSON:{line} column {error.colno}: {error.msg}", where=where) from None
-    except ValueError as error:  # a number of more digits than Python turns into one
-        raise DataError(f"not readable JSON: {error}", where=where) from None
-    except RecursionError:
-        raise DataError("JSON nested too deeply", where=where) from None
-
-
-def _encodable(text: str) -> str:
-    """JSON can hold half a surrogate pair, which is no character: it becomes U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+        with temporary.open("xb") as copy:
+            while block := stream.read(COPY_BYTES):
+                first = first or block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+                digest.update(block)
+                copy.write(block)
+        if not first:
+            raise ConfigError("nothing was piped in", where="data.data_path=-", hint="cat FILE | lockstep train ...")
+        path = folder / f"stdin-{digest.hexdigest()[:16]}.{'jsonl' if first == b'{' else 'txt'}"
+        rundir.fsync_path(temporary)
+        temporary.replace(path)
+        rundir.fsync_path(folder)
+    except OSError as error:
+        raise rundir.io_error(error, folder, doing="copying stdin") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
 
 
 def _size(file: Path) -> int:
@@ -267,6 +181,8 @@ def _write_memo(memo: Path, known: Mapping[str, Any]) -> None:
 
 def build(options: DataOptions) -> TextSource:
     if options.data_path is None:
-        raise ConfigError("no text to read", where="data.data_path", hint="data.data_path=FILE, FOLDER or 'GLOB'")
+        raise ConfigError("no text to read", where="data.data_path", hint=HINT)
+    if options.data_path == STDIN:  # `spool` comes first, in the one process that stdin belongs to
+        raise ConfigError("stdin has not been copied", where="data.data_path=-", hint=HINT)
     memo = Path(options.cache_dir).expanduser() / "lockstep-hashes.json"
     return TextSource(options.data_path, column=options.text_column, memo=memo)

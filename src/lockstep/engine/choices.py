@@ -1,0 +1,168 @@
+"""What is to be prepared: which source, which tokenizer, where the cache lies, and the key of it all. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import registry
+from lockstep.data.options import DataOptions
+from lockstep.data.tokenize import (
+    MIN_BPE_VOCAB,
+    MIN_WORD_VOCAB,
+    MIN_WORDPIECE_VOCAB,
+    AlphabetTokenizer,
+    ByteTokenizer,
+    TokenizerFile,
+    load_tokenizer,
+    train_bpe,
+    train_wordpiece,
+    train_words,
+)
+from lockstep.errors import ConfigError, DataError, NotFoundError
+from lockstep.runtime import env, hub
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+    from lockstep.contracts import Source
+
+OTHER_CACHE = Path("cache/datasets")  # where an earlier version of the documentation put it: read, never written
+TRAINED: Mapping[str, tuple[Callable[[Iterable[str], int], TokenizerFile], int]] = {  # how, and the fewest ids
+    "builtin": (train_bpe, MIN_BPE_VOCAB),
+    "wordpiece": (train_wordpiece, MIN_WORDPIECE_VOCAB),
+    "word": (train_words, MIN_WORD_VOCAB),
+}
+HUB_DATASETS = ("wikitext", "c4", "imdb", "hf")  # by their own names; all others are owner/name
+OWN_SOURCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:\w+")  # pkg.module:build
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """A tokenizer that may have to be trained first: what decides it, and how to get it from training texts."""
+
+    name: str
+    spec: Mapping[str, Any]
+    make: Callable[[Iterable[str]], TokenizerFile]
+    notice: str = ""
+
+
+def cache_roots(options: DataOptions) -> list[Path]:
+    """Where to look for caches; the first is written to. DATASET_CACHE_DIR moves the default, not a named folder."""
+    default = DataOptions.model_fields["cache_dir"].default
+    named = options.cache_dir if options.cache_dir != default else env.get("DATASET_CACHE_DIR")
+    try:
+        return [Path(named).expanduser()] if named else [Path(default), OTHER_CACHE]
+    except RuntimeError as error:
+        raise ConfigError(f"{named!r} is no folder: {error}", where="data.cache_dir") from error
+
+
+def key_parts(
+    config: RunConfig, columns: Mapping[str, str], *, source: Source, choice: TokenizerChoice
+) -> dict[str, Any]:
+    """All that decides the rows, and nothing else: not the seed, not the learning rate."""
+    return {
+        "objective": config.objective.name,
+        "columns": dict(columns),
+        "source": source.name,
+        "content": dict(source.fingerprint()),
+        "tokenizer": dict(choice.spec),
+        "context_length": config.training.context_length,
+        "max_train_samples": config.data.max_train_samples,
+        "validation_fraction": config.data.validation_fraction,
+        "min_words": config.data.min_words,
+        "documents": config.data.documents,
+        "streaming": config.data.streaming,
+    }
+
+
+def choose_source(options: DataOptions) -> Source:
+    """The source that a configuration names; what it leaves open was decided before (settle.py)."""
+    name = options.dataset_name
+    assert name != "auto", "not settled"
+    assert "|" not in name, "not settled"
+    if options.data_path is not None and name != "text" and not is_own(name):
+        raise ConfigError(
+            f"data.data_path is set, but dataset {name!r} reads no files",
+            where="data.dataset_name",
+            hint="data.dataset_name=text, or leave data_path out",
+        )
+    here = name in registry.names("sources") or is_own(name)
+    return registry.load("sources", name if here else "hf", "build")(options)
+
+
+def is_own(name: str) -> bool:
+    """Whether a name means code outside the package, pkg.module:build; c4:en does not."""
+    return OWN_SOURCE.fullmatch(name) is not None and name.partition(":")[0] not in HUB_DATASETS
+
+
+def choose_tokenizer(options: DataOptions, source: Source, *, model_path: str, vocab_limit: int) -> TokenizerChoice:
+    """The tokenizer a configuration asks for."""
+    name, notice = options.tokenizer_name or "auto", ""
+    if name == "auto":
+        alphabet = getattr(source, "alphabet", None)  # of a source of symbols
+        if alphabet is not None:
+            return _ready("alphabet", AlphabetTokenizer(alphabet), vocab_limit)
+        if own := existing(f"{model_path}/tokenizer.json"):
+            return _ready(model_path, load_tokenizer(own), vocab_limit)
+        name = "builtin"
+        notice = (
+            "No tokenizer named: using a byte-level BPE trained on this text (data.tokenizer_name=FOLDER for your own)"
+        )
+    if name in TRAINED:
+        train, least = TRAINED[name]
+        size = min(options.tokenizer_vocab_size, vocab_limit)
+        if size < least:
+            raise _does_not_fit(name, least, vocab_limit)
+        return TokenizerChoice(name, {name: size}, lambda texts: train(texts, size), notice)
+    if name == "bytes":
+        return _ready(name, ByteTokenizer(), vocab_limit)
+    if path := existing(name):
+        return _ready(name, load_tokenizer(path), vocab_limit)
+    return _ready(name, _from_hub(options, name), vocab_limit)
+
+
+def _from_hub(options: DataOptions, name: str) -> TokenizerFile:
+    """tokenizer.json of a model on the hub, or one message. The token goes into the header and nowhere else."""
+    secret = options.hf_token.get_secret_value() if options.hf_token else env.get("HF_TOKEN")
+    try:
+        if not hub.looks_like_id(name):
+            raise NotFoundError("not a folder, not a hub id")
+        file = hub.download(name, "tokenizer.json", token=secret or None)
+        try:
+            return load_tokenizer(file)
+        except DataError:  # the file alone may not say what ends a text
+            hub.download(name, "tokenizer_config.json", token=secret or None)
+            return load_tokenizer(file)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"no tokenizer {name!r}: {error.what}",
+            where="data.tokenizer_name",
+            hint="check the name and the network; gated models need HF_TOKEN; or use data.tokenizer_name=builtin",
+        ) from error
+
+
+def existing(name: str) -> Path | None:
+    """The file or folder of this name; a name that could not be one's is nobody's."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # too long; the home of an unknown user
+        return None
+
+
+def _ready(name: str, tokenizer: TokenizerFile, vocab_limit: int) -> TokenizerChoice:
+    """A tokenizer that needs no training."""
+    if tokenizer.vocab_size > vocab_limit:
+        raise _does_not_fit(name, tokenizer.vocab_size, vocab_limit)
+    return TokenizerChoice(name, {"file": tokenizer.fingerprint()}, lambda _: tokenizer)
+
+
+def _does_not_fit(name: str, vocab_size: int, vocab_limit: int) -> ConfigError:
+    return ConfigError(
+        f"tokenizer {name!r} has {vocab_size} ids, the model has room for {vocab_limit}",
+        where="data.tokenizer_name",
+        hint=f"model.vocab_size={vocab_size}, or another data.tokenizer_name",
+    )

@@ -1,0 +1,137 @@
+"""What a configuration leaves open, decided once before anything starts: `auto`, a list of datasets, stdin.
+
+One process decides: the launcher for its workers (through the environment), else the first worker for all. What was
+decided stands in the run's configuration, so a run that goes on later goes on with the same text. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep import registry
+from lockstep.config.given import Origin
+from lockstep.data.tokenize import load_tokenizer
+from lockstep.engine.choices import cache_roots, choose_source, existing, is_own
+from lockstep.errors import ConfigError, DataError, NotFoundError
+from lockstep.models import shapes
+from lockstep.runtime import env, hub
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
+    from lockstep.config.schema import RunConfig
+    from lockstep.data.options import DataOptions
+
+logger = logging.getLogger(__name__)
+
+Decided = Mapping[str, tuple[str | None, str]]  # setting of `data` -> its value, and the line that says why
+SETTLED = "LOCKSTEP_SETTLED"  # what a launcher has decided, for its workers
+AUTO_DATASETS = ("wikitext", "builtin")
+OWN_TEXT = "data.data_path=FILE for your own"
+
+
+def decide(config: RunConfig) -> Decided:
+    """Everything that is open, decided; what a launcher has decided is taken as it is."""
+    if told := env.get(SETTLED):
+        return {name: (value, "") for name, value in json.loads(told).items()}
+    decided: dict[str, tuple[str | None, str]] = {}
+    options = config.data.model_copy(update={"cache_dir": str(cache_roots(config.data)[0])})
+    if options.data_path == "-":
+        decided["data_path"] = (str(_from_stdin(options)), "")
+        options = _with(options, decided)
+    if options.dataset_name == "auto" or "|" in options.dataset_name:
+        decided["dataset_name"] = _dataset(options)
+        options = _with(options, decided)
+        if options.data_path is not None and options.dataset_name != "text":  # of a list in which text came later
+            decided["data_path"] = (None, "")
+    tokenizer = _tokenizer(config, options.dataset_name)
+    return decided | ({"tokenizer_name": tokenizer} if tokenizer else {})
+
+
+def applied(config: RunConfig, decided: Decided) -> RunConfig:
+    """The configuration with nothing left open."""
+    return config.model_copy(update={"data": _with(config.data, decided)})
+
+
+def settled(loaded: Loaded, decided: Decided) -> Loaded:
+    """The same with the reasons, each kept as the origin of its value."""
+    origins = {f"data.{name}": Origin("auto", line) for name, (_, line) in decided.items()}
+    return replace(loaded, config=applied(loaded.config, decided), origins={**loaded.origins, **origins})
+
+
+def lines(decided: Decided) -> list[str]:
+    """What to tell the user of it, once and loudly."""
+    return [line for _, line in decided.values() if line]
+
+
+def for_workers(loaded: Loaded) -> dict[str, str]:
+    """The environment that tells workers what was decided, so that they need not ask again."""
+    names = [key.partition(".")[2] for key, origin in loaded.origins.items() if origin.layer == "auto"]
+    return {SETTLED: json.dumps({name: getattr(loaded.config.data, name) for name in names})}
+
+
+def _with(options: DataOptions, decided: Decided) -> DataOptions:
+    return options.model_copy(update={name: value for name, (value, _) in decided.items()})
+
+
+def _from_stdin(options: DataOptions) -> Path:
+    """What comes through the pipe, kept as a file: it can be read only once, and rows are made of it in passes."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError(
+            "nothing is piped into this command", where="data.data_path -", hint="cat FILE | lockstep train ... -"
+        )
+    folder = cache_roots(options)[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    return registry.load("sources", "text", "spool")(sys.stdin.buffer, folder).absolute()
+
+
+def _dataset(options: DataOptions) -> tuple[str, str]:
+    """The first dataset of a list that can be had. A name that stands alone is never replaced by another."""
+    if options.dataset_name != "auto":
+        return _first_of([name.strip() for name in options.dataset_name.split("|")], options)
+    if options.data_path is not None:
+        return "text", ""
+    first, last = AUTO_DATASETS
+    reason = registry.load("sources", "hf", "reachable")(options.model_copy(update={"dataset_name": first}))
+    if not reason:
+        return first, f"No dataset named: training on {first} ({OWN_TEXT})"
+    return last, f"No dataset named, no {first} ({reason}): training on the text built into Python ({OWN_TEXT})"
+
+
+def _first_of(names: list[str], options: DataOptions) -> tuple[str, str]:
+    """The first that can be had, saying why not those before it; the last is not questioned."""
+    if not all(names):
+        raise ConfigError(f"{options.dataset_name!r} has an empty place", where="data.dataset_name", hint="A|B")
+    reasons: list[str] = []
+    for name in names[:-1]:
+        try:
+            path = options.data_path if name == "text" else None
+            choose_source(options.model_copy(update={"dataset_name": name, "data_path": path})).fingerprint()
+        except (NotFoundError, DataError) as error:
+            reasons.append(f"no {name} ({error.what})")
+        else:
+            return name, "; ".join([*reasons, f"training on {name}"]) if reasons else ""
+    return names[-1], "; ".join([*reasons, f"training on {names[-1]}"])
+
+
+def _tokenizer(config: RunConfig, dataset: str) -> tuple[str, str] | None:
+    """The model's own from the hub, where `auto` would need it and it can be had; None: there is nothing to ask."""
+    data, path = config.data, config.model.model_path
+    if data.tokenizer_name not in (None, "auto") or dataset == "synthetic" or is_own(dataset):
+        return None
+    if existing(f"{path}/tokenizer.json") or not hub.looks_like_id(path) or path.startswith("lockstep/"):
+        return None
+    token = data.hf_token.get_secret_value() if data.hf_token else env.get("HF_TOKEN")
+    if not (reason := hub.available(path, "tokenizer.json", token=token or None)):
+        size = load_tokenizer(hub.download(path, "tokenizer.json", token=token or None)).vocab_size
+        room = shapes.resolve(config.model, context_length=config.training.context_length, token=token).vocab_size
+        if size <= room:
+            return path, ""
+        reason = f"its {size} ids do not fit model.vocab_size {room}"
+    trained = "a byte-level BPE trained on this text (data.tokenizer_name=FOLDER for your own)"
+    return "builtin", f"No tokenizer named, none of {path} ({reason}): using {trained}"

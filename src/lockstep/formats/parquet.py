@@ -1,0 +1,59 @@
+"""Parquet: a row is a record. Row groups are read one by one, and of them only the column that holds the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, BinaryIO
+
+from lockstep.errors import DataError, LockstepError
+from lockstep.formats import COLUMNS, Reading, is_of_content, joined
+
+BATCH_ROWS = 1024
+BUFFER_BYTES = 1 << 22  # of a column fetched at a time: a few rows do not cost a whole row group
+
+
+def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
+    """One text per row; row groups before `start` are not touched."""
+    if how.kind.packing:
+        raise DataError("a packed .parquet cannot be read in parts", where=how.where, hint="unpack it")
+    try:
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise LockstepError("pyarrow, which reads .parquet, is not installed", hint="pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
+            column = how.choose(_text_fields(opened.schema_arrow, how, arrow.types), how.where)
+            for group in range(opened.num_row_groups):
+                rows = opened.metadata.row_group(group).num_rows
+                if start < rows:
+                    yield from _rows(opened, group, column, start=start, how=how)
+                start = max(0, start - rows)
+    except (OSError, arrow.ArrowException) as error:
+        if isinstance(error, OSError) and not is_of_content(error):
+            raise
+        raise DataError(f"not a readable parquet file: {error}", where=how.where) from error
+
+
+def _rows(opened: Any, group: int, column: str, *, start: int, how: Reading) -> Iterator[str]:
+    """The texts of one row group from a row on."""
+    for batch in opened.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column], use_threads=False):
+        if start < len(batch):
+            for value in batch.column(0).slice(start).to_pylist():
+                yield joined(value, how.where)
+        start = max(0, start - len(batch))
+
+
+def _text_fields(schema: Any, how: Reading, types: Any) -> list[str]:
+    """The columns that hold text; a column of lists of words is one if it is called so."""
+
+    def is_text(kind: Any) -> bool:
+        plain = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+        return plain or (types.is_dictionary(kind) and is_text(kind.value_type))
+
+    def is_words(kind: Any) -> bool:
+        return (types.is_list(kind) or types.is_large_list(kind)) and is_text(kind.value_type)
+
+    wanted = (how.column, *COLUMNS)
+    fields: list[tuple[str, Any]] = [(field.name, field.type) for field in schema]
+    return [name for name, kind in fields if is_text(kind) or (name in wanted and is_words(kind))]

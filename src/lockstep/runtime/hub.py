@@ -1,0 +1,349 @@
+"""The one door to the hub: files of models and datasets by name, from the cache first, quick to say no.
+
+Nothing of a repository is ever run: no code of it is fetched, weights are safetensors and all else is data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lockstep.errors import DataError, LockstepError, NotFoundError
+from lockstep.rundir import io_error, sha256
+from lockstep.runtime import env, errand
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CODE_KEYS = ("auto_map", "_attn_implementation_internal", "custom_pipelines")  # ask for code of the repository
+PUBLIC_HUB = "https://huggingface.co"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
+JSON_LIMIT_BYTES = 64 << 20  # the index of a 1,000-layer model has 1 MB
+PROBE = errand.Limits(connect_seconds=2, answer_seconds=4, patience_seconds=5, retries=0)
+SILENT_SECONDS = 60.0  # for so long a hub that gave no answer is not probed again
+_silent: dict[str, tuple[float, str]] = {}  # address -> when it gave no answer, and how
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A repository of the hub."""
+
+    kind: Literal["model", "dataset"]
+    name: str
+    setting: str  # that named it, for messages
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
+def model(name: str, setting: str = "model.model_path") -> Repo:
+    return Repo("model", name, setting)
+
+
+def dataset(name: str) -> Repo:
+    return Repo("dataset", name, "data.dataset_name")
+
+
+def looks_like_id(name: str) -> bool:
+    """owner/name, as the hub spells it."""
+    return HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
+def endpoint() -> str:
+    """The address of the hub: HF_ENDPOINT, else the public one."""
+    return (env.get("HF_ENDPOINT") or PUBLIC_HUB).rstrip("/")
+
+
+def cache_folder() -> Path:
+    """Where the hub's own client keeps what it downloaded."""
+    if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(named).expanduser()
+    home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def offline() -> str:
+    """The variable that forbids to ask the hub; '': none does."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+    return next((name for name in names if env.get(name).upper() in ("1", "ON", "YES", "TRUE")), "")
+
+
+def bearer(given: str | None) -> str | None:
+    """What goes into the header. None: the library looks for a login of its own."""
+    return given or env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN") or None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file someone else wrote, or a DataError that names it."""
+    try:
+        if path.stat().st_size > JSON_LIMIT_BYTES:
+            raise DataError(f"larger than {JSON_LIMIT_BYTES >> 20} MiB", where=str(path))
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"unreadable: {error}", where=str(path)) from None
+    if not isinstance(tree, dict):
+        raise DataError("expected a JSON object", where=str(path))
+    return cast("dict[str, Any]", tree)
+
+
+# --------------------------------------------------------------------------------------------- models
+
+
+def download(model_id: str, filename: str, *, token: str | None = None) -> Path:
+    """One file of a model, at the revision that was first met; any failure is one message within a minute."""
+    path = fetch(model(model_id), filename, token=token)
+    if filename == CONFIG_FILE:
+        _say_what_is_not_run(model_id, path)
+    return path
+
+
+def weights_folder(model_path: str, *, token: str | None = None) -> Path:
+    """A local folder with the weights of a model: the folder itself, or a download."""
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not looks_like_id(model_path):
+        raise NotFoundError(
+            f"no weights for {model_path!r}: not a folder, not a hub id", where="model.model_path", hint="owner/name"
+        )
+    download(model_path, CONFIG_FILE, token=token)  # a quick no before a long yes
+    repo = model(model_path)
+    if (single := cached(repo, WEIGHTS_FILE)) is not None:
+        return single.parent
+    try:
+        index = fetch(repo, INDEX_FILE, token=token)
+    except MissingFileError:
+        try:
+            return fetch(repo, WEIGHTS_FILE, token=token).parent
+        except MissingFileError:
+            raise NotFoundError(
+                f"{repo} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; no other form of weights is read",
+                where="model.model_path",
+                hint="a model with safetensors weights, or model.init=random",
+            ) from None
+    listed: object = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise DataError("no weight_map", where=str(index))
+    shards = sorted({str(name) for name in cast("dict[str, Any]", listed).values()})
+    for number, name in enumerate(shards, 1):
+        if not SHARD.fullmatch(name):
+            raise DataError(f"{name[:80]!r} is not the name of a safetensors file", where=str(index))
+        fetch(repo, name, token=token, what=f"Downloading {name} ({number} of {len(shards)})")
+    return index.parent
+
+
+def available(model_id: str, filename: str, *, token: str | None = None) -> str:
+    """'' if a file of a model is here or the hub would give it, else the reason; asks for 5 seconds at most."""
+    repo = model(model_id)
+    if not looks_like_id(model_id):
+        return f"{model_id!r} is no name of the hub"
+    if cached(repo, filename) is not None:
+        return ""
+    if variable := offline():
+        return f"{variable} is set"
+    if find_spec("huggingface_hub") is None:
+        return "huggingface_hub is not installed"
+    hub = client()
+    url = hub.hf_hub_url(model_id, filename, endpoint=endpoint())
+
+    def ask() -> object:
+        return hub.get_hf_file_metadata(url, token=bearer(token), endpoint=endpoint())
+
+    return probe(repo, ask, token=token, file=filename)
+
+
+def _say_what_is_not_run(model_id: str, path: Path) -> None:
+    if asked := [key for key in CODE_KEYS if key in read_json(path)]:
+        logger.warning("%s asks for code of its own (%s), which is never run", model_id, ", ".join(asked))
+
+
+# --------------------------------------------------------------------------------------------- any repository
+
+
+class MissingFileError(NotFoundError):
+    """The repository is there, the file is not."""
+
+
+def fetch(
+    repo: Repo, filename: str, *, revision: str = "main", token: str | None = None, size: int | None = None,
+    what: str = "",
+) -> Path:  # fmt: skip
+    """A file of a repository: from the cache without a request, else downloaded whole and verified."""
+    if (path := cached(repo, filename, revision)) is not None:
+        return path
+    hub = client()
+    pinned = local_commit(repo, revision) or revision  # never two files of one model from two revisions
+
+    def ask() -> str:
+        return hub.hf_hub_download(
+            repo.name, filename, repo_type=repo.kind, revision=pinned, cache_dir=str(cache_folder()),
+            token=bearer(token), endpoint=endpoint(),
+        )  # fmt: skip
+
+    path = Path(asking(repo, ask, what=what or f"Downloading {filename}", token=token, file=filename))
+    _verify(repo, filename, path, size)
+    return path
+
+
+def cached(repo: Repo, filename: str, revision: str = "main") -> Path | None:
+    """The file as it was downloaded before; no request is made."""
+    commit = local_commit(repo, revision)
+    path = _folder(repo) / "snapshots" / (commit or revision) / filename
+    with contextlib.suppress(OSError):
+        return path if ".." not in filename.split("/") and path.is_file() else None
+    return None
+
+
+def local_commit(repo: Repo, revision: str) -> str:
+    """The commit that a branch or tag was when it was first met; '': never met."""
+    if COMMIT.fullmatch(revision):
+        return revision
+    try:
+        found = (_folder(repo) / "refs" / revision).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+    return found if COMMIT.fullmatch(found) else ""
+
+
+def _folder(repo: Repo) -> Path:
+    return cache_folder() / "--".join((f"{repo.kind}s", *repo.name.split("/")))
+
+
+def _verify(repo: Repo, filename: str, path: Path, size: int | None) -> None:
+    """Large files are called by their SHA-256; one that is something else is thrown away."""
+    try:
+        announced = path.readlink().name  # one step only: a blob may itself be a link to a shared one
+    except OSError:  # no link: a disk that knows none
+        announced = ""
+    found = path.stat().st_size
+    if SHA256.fullmatch(announced) and sha256(path) != announced:
+        problem = "its content is not what the hub announced (SHA-256)"
+    elif size is not None and found != size:
+        problem = f"it has {found} bytes, the hub announced {size}"
+    else:
+        return
+    with contextlib.suppress(OSError):
+        path.resolve().unlink()
+    path.unlink(missing_ok=True)
+    raise NotFoundError(
+        f"{filename} of {repo} arrived damaged and was removed: {problem}",
+        where=repo.setting,
+        hint="start again; if it stays so, check HF_ENDPOINT and the proxy",
+    )
+
+
+# --------------------------------------------------------------------------------------------- asking
+
+
+def client() -> Any:
+    """The hub's library, quiet and with our patience."""
+    try:
+        hub = import_module("huggingface_hub")
+        logs = import_module("huggingface_hub.utils.logging")
+        bars = import_module("huggingface_hub.utils")
+        constants: Any = import_module("huggingface_hub.constants")
+    except ImportError:
+        raise LockstepError(
+            "the model hub needs a package that is missing", hint="pip install huggingface-hub"
+        ) from None
+    logs.set_verbosity_error()  # its retries would print over our one message
+    bars.disable_progress_bars()
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # else it asks a question of its own before the first of ours
+    constants.HF_HUB_DISABLE_XET = True  # its transfers know neither our time-outs nor a hash we could compare
+    errand.install()
+    return hub
+
+
+def asking(
+    repo: Repo, ask: Any, *, token: str | None = None, what: str = "", file: str = "",
+    limits: errand.Limits | None = None,
+) -> Any:  # fmt: skip
+    """Do something with the hub's library; whatever goes wrong is one message for the user."""
+    if variable := offline():
+        raise NotFoundError(
+            f"{file or 'the list of files'} of {repo} is not in {cache_folder()}, and {variable} forbids to ask for it",
+            where=repo.setting,
+            hint=f"unset {variable}, or fetch it once where there is a network (gated ones need HF_TOKEN)",
+        )
+    try:
+        return errand.run(what or f"Asking for {repo}", ask, limits)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise explain(repo, error, token=bearer(token), file=file) from None
+
+
+def probe(repo: Repo, ask: Any, *, token: str | None, file: str = "") -> str:
+    """'' if the hub answers at once, else why not."""
+    address = endpoint()
+    when, reason = _silent.get(address, (0.0, ""))
+    if reason and time.monotonic() - when < SILENT_SECONDS:
+        return reason
+    try:
+        asking(repo, ask, token=token, file=file, limits=PROBE)
+    except NotFoundError as error:
+        if isinstance(error, UnreachableError):
+            _silent[address] = (time.monotonic(), error.what)
+        return error.what
+    return ""
+
+
+class UnreachableError(NotFoundError):
+    """No hub, or none that answers."""
+
+
+def explain(repo: Repo, error: Exception, *, token: str | None, file: str = "") -> LockstepError:
+    """What went wrong, in words of our own; those of a server might repeat what was sent to it."""
+    kind = type(error).__name__
+    status = error.status if isinstance(error, errand.GaveUp) else errand.status_of(error)
+    subject = f"{file} of {repo}" if file else str(repo)
+    if status in (401, 403) or kind == "GatedRepoError":
+        return _forbidden(repo, status, has_token=bool(token))
+    if kind == "RevisionNotFoundError":
+        return NotFoundError(f"{repo} has no such revision", where=repo.setting, hint="another name after the @")
+    if kind in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
+        return MissingFileError(f"{repo} has no file {file}", where=repo.setting, hint="check the name")
+    if kind == "RepositoryNotFoundError" or status == 404:
+        return NotFoundError(
+            f"the hub has no {repo} for you",
+            where=repo.setting,
+            hint="check the name; a private one needs HF_TOKEN of an account that may see it",
+        )
+    if isinstance(error, errand.GaveUp):
+        given = UnreachableError if status == 0 else NotFoundError
+        return given(
+            f"the hub does not give {subject}: {endpoint()} {error.reason}",
+            where=repo.setting,
+            hint="check the network, the proxy and HF_ENDPOINT, or use files of your own; gated ones need HF_TOKEN",
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return io_error(error, cache_folder(), doing=f"keeping {subject}")
+    said = env.redact((str(error).strip() or kind).splitlines()[0][:200], (token,) if token else ())
+    return NotFoundError(
+        f"the hub does not give {subject}: {kind}: {said}", where=repo.setting, hint="check the name and HF_ENDPOINT"
+    )
+
+
+def _forbidden(repo: Repo, status: int, *, has_token: bool) -> NotFoundError:
+    page = f"{endpoint()}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.name}"
+    if has_token:
+        what = f"the hub refuses {repo} to the owner of HF_TOKEN (answered {status})"
+        hint = f"a valid HF_TOKEN (or --hf-token) of an account that {page} has given access"
+    else:
+        what = f"the hub gives {repo} to known users only, if it exists (answered {status}), and HF_TOKEN is not set"
+        hint = f"HF_TOKEN=... (or --hf-token), of an account that {page} has given access"
+    return NotFoundError(what, where=repo.setting, hint=hint)

@@ -1,0 +1,117 @@
+"""`lockstep prepare --list` and `--verify`: a table that fits the screen, and what is wrong with whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.data.cache import entries, key_of, open_or_build
+from lockstep.data.listing import _age, _short, describe
+from lockstep.rundir import publishing
+from tests.data.small_cache import KEY, fill
+
+
+def described(meta: dict[str, object]):
+    """A builder of a cache with such a description."""
+
+    def build(folder: Path) -> None:
+        fill(folder)
+        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+    return build
+
+
+META = {"source": "text", "rows": {"train": 12_000, "validation": 345}, "tokens": {"train": 1_200_000, "validation": 0}}
+
+
+def add_chunk(root: Path, key: str, number: int, *, last: bool) -> None:
+    """A chunk of a stream beside its cache."""
+    with publishing(root / f"{key}.chunks" / f"{number:06d}") as folder:
+        chunk = {
+            "number": number,
+            "start": [0, 0],
+            "end": [0, 1],
+            "documents": 1,
+            "rows": 5,
+            "tokens": 70,
+            "last": last,
+        }
+        (folder / "chunk.json").write_text(json.dumps(chunk), encoding="utf-8")
+        (folder / "rows").mkdir()
+        (folder / "rows" / "rows.json").write_text("{}", encoding="utf-8")
+
+
+def test_a_table_says_what_how_much_and_how_old(tmp_path: Path) -> None:
+    open_or_build(KEY, [tmp_path / "a"], described(META))
+    other = key_of({"b": 1})
+    open_or_build(other, [tmp_path / "b"], described({"source": "an-owner/with-a-very-long-name:and-a-config"}))
+    os.utime(tmp_path / "b" / other, (time.time() - 3 * 86_400,) * 2)
+    lines, damaged = describe([tmp_path / "a", tmp_path / "b", tmp_path / "nowhere"])
+    assert damaged == 0
+    assert lines[0].split() == ["dataset", "rows", "tokens", "size", "age", "state"]
+    assert lines[1].split() == ["text", "12,345", "1.2", "M", "52.8", "KiB", "0", "min", "whole"]
+    assert lines[2] == f"  {tmp_path / 'a' / KEY}"
+    assert lines[3].startswith("an-owner/with-a-very…")
+    assert "3 d" in lines[3]
+    assert all(len(line) <= 80 for line in (lines[0], lines[1], lines[3]))
+    nothing, _ = describe([tmp_path / "nowhere"])
+    assert nothing == [f"No prepared dataset in {tmp_path / 'nowhere'}"]
+
+
+def test_every_byte_is_checked_when_asked(tmp_path: Path) -> None:
+    folder, _ = open_or_build(KEY, [tmp_path], fill)
+    lines, damaged = describe([tmp_path], verify=True)
+    assert (lines[2], damaged) == (f"  {folder}  intact", 0)
+    content = bytearray((folder / "train" / "tokens.npy").read_bytes())
+    content[5000] ^= 1
+    (folder / "train" / "tokens.npy").write_bytes(content)
+    lines, damaged = describe([tmp_path], verify=True)
+    assert (lines[2], damaged) == (f"  {folder}  DAMAGED", 1)
+    assert "tokens.npy" in lines[3]
+    assert describe([tmp_path])[1] == 0  # a look is no check
+
+
+def test_a_stream_is_shown_with_its_chunks(tmp_path: Path) -> None:
+    open_or_build(KEY, [tmp_path], described({**META, "stream": {"head": {"last": False}}}))
+    assert describe([tmp_path])[0][1].endswith("1 chunks so far")
+    add_chunk(tmp_path, KEY, 1, last=False)
+    assert describe([tmp_path])[0][1].endswith("2 chunks so far")
+    assert "12,350" in describe([tmp_path])[0][1]
+    add_chunk(tmp_path, KEY, 2, last=True)
+    lines, damaged = describe([tmp_path], verify=True)
+    assert lines[1].endswith("whole")
+    assert damaged == 0
+    (tmp_path / f"{KEY}.chunks" / "000001" / "rows" / "rows.json").write_text("[]", encoding="utf-8")
+    lines, damaged = describe([tmp_path], verify=True)
+    assert damaged == 1
+    assert "000001" in lines[3]
+
+
+def test_remains_are_shown_too(tmp_path: Path) -> None:
+    add_chunk(tmp_path, KEY, 1, last=False)  # the cache they belong to is gone
+    (tmp_path / ("3" * 40)).mkdir()
+    (tmp_path / "notes").mkdir()
+    assert [entry.state for entry in entries(tmp_path)] == ["remains"] * 2
+    assert describe([tmp_path], verify=True)[1] == 2
+
+
+@pytest.mark.parametrize("meta", [{"rows": 3, "tokens": [1]}, {"source": None, "stream": 7}, {"stream": {"head": 1}}])
+def test_a_strange_description_is_no_obstacle(tmp_path: Path, meta: dict[str, object]) -> None:
+    open_or_build(KEY, [tmp_path], described(meta))
+    assert len(describe([tmp_path])[0]) == 3
+
+
+@pytest.mark.parametrize(("count", "shown"), [(0, "0 "), (999, "999 "), (1500, "1.5 k"), (12e15, "12,000.0 T")])
+def test_numbers_are_short(count: float, shown: str) -> None:
+    assert _short(count, ("", "k", "M", "G", "T"), 1000) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0 min"), (3600, "60 min"), (7200, "2 h"), (100_000, "28 h"), (200_000, "2 d")]
+)
+def test_ages_are_short(seconds: float, shown: str) -> None:
+    assert _age(seconds) == shown

@@ -1,0 +1,229 @@
+"""Filling a cache: all cores and always the same bytes, ready ids, documents left out, joined or kept apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.data.tokenize import ByteTokenizer, TokenizerFile
+from lockstep.engine import encoding
+from lockstep.engine.building import Split, has_words
+from lockstep.engine.encoding import batches_of, encoded_in_order
+from lockstep.engine.prepare import Prepared
+from lockstep.errors import DataError
+from tests.data.small_cache import content
+from tests.data.stories import configuration, prepared, story, write_stories
+
+
+@pytest.fixture
+def stories(in_dir: Path) -> Path:
+    """A working directory with 60 stories in it."""
+    return write_stories(in_dir)
+
+
+def meta_of(made: Prepared) -> dict[str, dict[str, int]]:
+    return json.loads((made.folder / "meta.json").read_text(encoding="utf-8"))
+
+
+# ---------------------------------------------------------------------------------------------------- all cores
+
+
+@pytest.mark.parametrize("name", ["builtin", "wordpiece", "word"])
+def test_the_bytes_do_not_depend_on_cores_or_batches(stories: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    made: list[dict[str, bytes]] = []
+    for cores, characters in ((1, 1 << 18), (2, 700), (7, 1)):
+        monkeypatch.setattr(encoding, "cores", lambda cores=cores: cores)
+        monkeypatch.setattr(encoding, "BATCH_CHARACTERS", characters)
+        where = f"cache{cores}"
+        made.append(content(prepared(configuration(tokenizer_name=name, cache_dir=where)).folder))
+    assert made[0] == made[1] == made[2]
+    lines = (stories / "stories.jsonl").read_text(encoding="utf-8").splitlines()  # negative control: another order
+    (stories / "stories.jsonl").write_text("\n".join(reversed(lines)), encoding="utf-8")
+    turned = content(prepared(configuration(tokenizer_name=name)).folder)
+    assert turned["train/tokens.npy"] != made[0]["train/tokens.npy"]
+
+
+class Uneven(ByteTokenizer):
+    """Takes longest for the first texts; counts how many are at it together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.busy = self.most = 0
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        with self.lock:
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+        time.sleep(0.02 if texts[0] < "03" else 0.001)
+        with self.lock:
+            self.busy -= 1
+        return super().encode(texts)
+
+
+def test_batches_come_in_order_whoever_is_first_and_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "cores", lambda: 3)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2)
+    read: list[str] = []
+
+    def texts() -> list[str]:
+        for number in range(60):
+            read.append(f"{number:02}")
+            yield read[-1]
+
+    tokenizer, seen = Uneven(), []
+    for batch in encoded_in_order(texts(), tokenizer):
+        seen += [(text, bytes(ids.tolist()).decode()) for text, ids in batch]
+        assert len(read) - len(seen) <= 2 * 3 + 1  # no more is held than this
+    assert seen == [(f"{number:02}",) * 2 for number in range(60)]
+    assert tokenizer.most == 3
+
+
+class Refusing(ByteTokenizer):
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        if "bad" in texts:
+            raise DataError("no such word")
+        return super().encode(texts)
+
+
+def tokenising() -> int:
+    return sum(thread.name.startswith("tokenise") for thread in threading.enumerate())
+
+
+def test_a_failure_of_a_thread_is_the_failure_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 1)
+    with pytest.raises(DataError, match="no such word"):
+        list(encoded_in_order(["a"] * 9 + ["bad"] + ["a"] * 90, Refusing()))
+    assert tokenising() == 0
+    given_up = encoded_in_order(["a"] * 99, ByteTokenizer())
+    next(given_up)
+    assert tokenising() > 0
+    given_up.close()
+    assert tokenising() == 0
+
+
+def test_the_variable_of_the_library_is_as_before(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    real = Split.of
+    monkeypatch.setattr(
+        Split,
+        "of",
+        lambda *given, **named: seen.append(os.environ.get("TOKENIZERS_PARALLELISM")) or real(*given, **named),
+    )
+    for number, value in enumerate(("false", None)):
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        if value:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+        prepared(configuration(cache_dir=f"cache{number}"))
+        assert os.environ.get("TOKENIZERS_PARALLELISM") == value
+    assert seen == ["true", "true"]
+
+
+def test_batches_are_whole_documents() -> None:
+    documents = ["abc", np.arange(5), "", "d" * 50, "e"]
+    assert list(batches_of(documents, 20)) == [documents[:2], documents[2:4], documents[4:]]
+    assert list(batches_of([], 20)) == []
+
+
+# ------------------------------------------------------------------------------------------------ ids that are ready
+
+
+def test_ready_ids_become_rows_as_they_are(in_dir: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, (50, 40), dtype=np.uint16)
+    np.save(in_dir / "ids.npy", ids)
+    made = prepared(configuration(data_path="ids.npy", tokenizer_name="bytes", documents="joined", context=39))
+    rows = {tuple(row) for row in ids.tolist()}
+    stream = np.concatenate([made.train.columns["tokens"][0], *made.train.columns["tokens"][1:, 1:]])
+    assert tuple(stream[:40].tolist()) in rows
+    assert meta_of(made)["tokens"] == {"train": 48 * 40, "validation": 2 * 40}
+
+
+def test_ids_of_another_tokenizer_are_refused_naming_the_largest(in_dir: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, (50, 40), dtype=np.uint16)
+    ids[7, 7], ids[9, 9] = 300, 50_000
+    np.save(in_dir / "ids.npy", ids)
+    with pytest.raises(DataError, match="ids up to 50000, the ids of the tokenizer end at 256") as caught:
+        prepared(configuration(data_path="ids.npy", tokenizer_name="bytes"))
+    assert "data.tokenizer_name" in caught.value.hint
+    with pytest.raises(DataError, match="ids up to 400"):  # and where nobody has looked before
+        list(encoded_in_order([np.array([400])], ByteTokenizer()))
+
+
+@pytest.mark.parametrize("name", [None, "builtin", "wordpiece", "word"])
+def test_no_tokenizer_is_trained_on_ids(in_dir: Path, name: str | None) -> None:
+    np.save(in_dir / "ids.npy", np.random.default_rng(0).integers(0, 256, (50, 40)))
+    with pytest.raises(DataError, match="no tokenizer can be trained") as caught:
+        prepared(configuration(data_path="ids.npy", tokenizer_name=name))
+    assert "data.tokenizer_name=FOLDER" in caught.value.hint
+
+
+def test_the_split_of_ids_keeps_copies_together() -> None:
+    documents = [np.array([1, 2, 3], np.uint16), np.array([1, 2, 3], np.int64), np.array([4]), np.array([5])]
+    split = Split.of(documents, 0.3)
+    assert split.largest_id == 5
+    assert split.holds_out(documents[0]) == split.holds_out(documents[1])
+    assert sum(split.counts.values()) == 4
+    assert Split.of(["a", "b"], 0.5).largest_id is None
+
+
+# ----------------------------------------------------------------------------------------------- which documents
+
+
+def test_short_documents_are_left_out_before_they_are_counted(in_dir: Path) -> None:
+    texts = [story(index) if index % 2 else "too short" for index in range(60)]
+    (in_dir / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    made = prepared(configuration(data_path="some.jsonl", min_words=5, max_train_samples=20, validation_fraction=0.2))
+    assert meta_of(made)["documents"] == {"train": 16, "validation": 4}
+    counted = prepared(
+        configuration(data_path="some.jsonl", min_words=0, max_train_samples=20, validation_fraction=0.2)
+    )
+    assert sum(meta_of(counted)["documents"].values()) == 20  # negative control: here the short ones count
+    with pytest.raises(DataError, match="0 documents") as caught:
+        prepared(configuration(data_path="some.jsonl", min_words=500))
+    assert "data.min_words" in caught.value.hint
+
+
+@pytest.mark.parametrize(("text", "words"), [("", 0), ("  \n ", 0), ("one", 1), (" a  b\tc\n", 3)])
+def test_words_are_counted_between_blanks(text: str, words: int) -> None:
+    assert all(has_words(text, least) == (words >= least) for least in range(6))
+    assert has_words(np.array([1]), 100)
+
+
+@pytest.mark.parametrize(("documents", "separators"), [("joined", 0), ("separated", 57), ("masked", 57)])
+def test_documents_share_rows_as_asked(stories: Path, documents: str, separators: int) -> None:
+    made = prepared(configuration(documents=documents, tokenizer_name="bytes"))
+    text_bytes = sum(len(story(index).encode()) for index in range(60))
+    assert sum(meta_of(made)["tokens"].values()) == text_bytes + (60 if separators else 0)
+    rows = np.asarray(made.train.columns["tokens"])
+    assert abs(int((rows[:, 1:] == made.tokenizer.separator).sum()) - separators) <= 1  # the tail fills no row
+
+
+def test_empty_documents_cost_nothing(in_dir: Path) -> None:
+    texts = [story(index) for index in range(30)] + [""] * 10
+    (in_dir / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    made = prepared(configuration(data_path="some.jsonl", tokenizer_name="bytes"))
+    assert sum(meta_of(made)["tokens"].values()) == sum(len(text) + 1 for text in texts if text)
+
+
+def test_many_ids_take_four_bytes(stories: Path) -> None:
+    ByteTokenizer().save(stories)
+    tree = json.loads((stories / "tokenizer.json").read_text(encoding="utf-8"))
+    tree["model"]["vocab"]["t"] = 70_000
+    (stories / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
+    table = prepared(configuration(tokenizer_name="tokenizer.json"), vocab_limit=70_001).train
+    assert table.columns["tokens"].dtype == np.uint32
+    taken = table.take(np.arange(table.rows))["tokens"]
+    assert (taken.dtype, int(taken.max())) == (np.int32, 70_000)
+
+
+def test_what_is_written_is_a_tokenizer(stories: Path) -> None:
+    made = prepared(configuration(tokenizer_name="wordpiece"))
+    assert isinstance(made.tokenizer, TokenizerFile)
+    assert made.tokenizer.separator == 2
+    assert "the quick" in made.tokenizer.decode(made.tokenizer.encode(["The  QUICK fox"])[0].tolist())

@@ -1,0 +1,244 @@
+"""What every kind of file and every packing keeps: a new module in formats/ is tested here the moment it exists."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import formats
+from lockstep.errors import DataError, ExitCode, LockstepError
+from tests.formats.samples import HOLDS, SAMPLES, Meagre, documents, how, ids, pack, plain, walked
+
+KINDS = formats.kinds()
+PACKINGS = formats.packings()
+PAIRS = [(kind, packing) for kind in KINDS for packing in ("", *PACKINGS) if not (kind == "parquet" and packing)]
+
+
+def test_every_kind_has_a_sample() -> None:
+    assert set(KINDS) == set(SAMPLES) == {"txt", "jsonl", "json", "csv", "parquet", "npy"}
+    assert set(PACKINGS) == {"gz", "bz2", "xz", "zst"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.txt", formats.Kind("txt")),
+        ("A.JSONL.GZ", formats.Kind("jsonl", "gz")),
+        ("data/train-00000-of-00001.parquet", formats.Kind("parquet")),
+        ("en/c4-train.00000-of-01024.json.gz", formats.Kind("json", "gz")),
+        ("v1.2.csv.bz2", formats.Kind("csv", "bz2")),
+        (".txt", formats.Kind("txt")),
+        *[(name, None) for name in ("a", "a.gz", "a.md", "txt", "a.gz.txt.md", "a.txt.gz.xz", "b.txt/a", "", "a.")],
+        *[(name, None) for name in ("a.options", "a.__init__", "a.txt ", "a.txt\n", "gz.gz", "a..gz")],
+    ],
+)
+def test_a_name_says_the_kind(name: str, kind: formats.Kind | None) -> None:
+    assert formats.kind_of(name) == kind
+
+
+@pytest.mark.parametrize(("kind", "packing"), PAIRS)
+def test_the_documents_are_those_written(kind: str, packing: str) -> None:
+    content = pack(SAMPLES[kind](), packing)
+    found = documents(content, kind, packing)
+    if kind == "npy":
+        assert found == ids().tolist()
+    elif kind == "txt":
+        assert "".join(found) == "\n\n".join(HOLDS)
+        assert len(found) > 20
+    else:
+        assert found == HOLDS
+
+
+Walk = Callable[[int], list[tuple[int, Any]]]
+
+
+def strays(walk: Walk) -> list[int]:
+    """The places from which a walk does not go on exactly where the whole walk was."""
+    whole = walk(0)
+    assert len(whole) > 20
+    return [after for number, (after, _) in enumerate(whole, 1) if walk(after) != whole[number:]]
+
+
+@pytest.mark.parametrize(("kind", "packing"), PAIRS)
+def test_a_walk_goes_on_from_every_place(kind: str, packing: str) -> None:
+    content, reading = pack(SAMPLES[kind](), packing), how(kind, packing)
+    assert strays(lambda start: walked(content, reading, start)) == []
+    last = walked(content, reading)[-1][0]
+    assert walked(content, reading, last + 1000) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_walk_that_is_off_by_one_is_noticed(kind: str) -> None:
+    content, reading = SAMPLES[kind](), how(kind)
+    late = strays(lambda start: walked(content, reading, start + (start > 0)))
+    early = strays(lambda start: walked(content, reading, max(0, start - 1)))
+    assert len(late) > 20
+    assert len(early) > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_than_a_file_object_is_needed(kind: str) -> None:
+    content = SAMPLES[kind]()
+    file = Meagre(content) if kind == "parquet" else Meagre(content, most=7)  # arrow asks for what it gets
+    got = [(after, plain(document)) for after, document in formats.walk(cast("BinaryIO", file), how(kind), 0)]
+    assert got == walked(content, how(kind))
+
+
+# ------------------------------------------------------------------------------------------------------- damage
+
+
+def outcome(content: bytes, kind: str, packing: str) -> list[Any] | DataError:
+    """What a file holds, or the refusal; anything else is a fault of ours."""
+    try:
+        return documents(content, kind, packing)
+    except DataError as refusal:
+        error = refusal
+    assert error.exit_code == ExitCode.DATA
+    assert error.where.startswith(f"a.{kind}")
+    assert len(str(error)) < 3000
+    return error
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_archive_that_is_cut_short_is_refused_wherever_it_is_cut(packing: str) -> None:
+    content = pack(SAMPLES["jsonl"](), packing)
+    for size in range(1, len(content)):
+        error = outcome(content[:size], "jsonl", packing)
+        assert isinstance(error, DataError), size
+        assert f".{packing}" in error.what
+        assert "damaged or incomplete" in error.what
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
+def test_an_altered_archive_is_never_another_text(packing: str) -> None:
+    content = pack(SAMPLES["jsonl"](), packing)
+    refused = 0
+    for place in range(len(content)):
+        found = outcome(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :], "jsonl", packing)
+        refused += isinstance(found, DataError)
+        assert isinstance(found, DataError) or found == HOLDS
+    assert refused > 0.9 * len(content)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_what_is_no_archive_is_refused(packing: str) -> None:
+    error = outcome(b'{"text": "plain"}\n', "jsonl", packing)
+    assert isinstance(error, DataError)
+    assert "damaged" in error.what
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_archives_one_after_another_are_one(packing: str) -> None:
+    content = pack(b'"one"\n', packing) + pack(b'"two"\n', packing)
+    assert documents(content, "jsonl", packing) == ["one", "two"]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_failing_disk_is_no_damaged_archive(packing: str) -> None:
+    class Failing(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def read(self, size: int = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        list(formats.walk(cast("BinaryIO", Failing()), how("jsonl", packing), 0))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_bad_text_in_a_good_archive_is_named_as_bad_text(packing: str) -> None:
+    for kind in ("txt", "jsonl", "csv", "json"):
+        error = outcome(pack(b"caf\xe9 au lait", packing), kind, packing)
+        assert isinstance(error, DataError)
+        assert "not UTF-8: byte 0xe9" in error.what
+        assert "iconv" not in error.hint  # it would not read the archive
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_parquet_is_to_be_unpacked(packing: str) -> None:
+    error = outcome(pack(SAMPLES["parquet"](), packing), "parquet", packing)
+    assert isinstance(error, DataError)
+    assert "unpack" in error.hint
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "json", "txt"])
+def test_a_bomb_is_not_unpacked_into_memory(kind: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record without end: refused once it is too long, or (plain text) cut; never gathered."""
+    for module in ("jsonl", "json", "csv"):
+        monkeypatch.setattr(f"lockstep.formats.{module}.RECORD_BYTES", 1 << 21)
+    opening = {"jsonl": b'"', "csv": b'text\n"', "json": b'["', "txt": b""}[kind]
+    content = pack(opening + b"x" * (1 << 24), packing)
+    walk = formats.walk(io.BytesIO(content), how(kind, packing, cut_characters=1 << 20), 0)
+    if kind == "txt":
+        assert max(len(cast("str", document)) for _, document in walk) == 1 << 20
+    else:
+        with pytest.raises(DataError, match=re.compile("more than 2 M|field larger")):
+            list(walk)
+
+
+def missing(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    def refuse(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(module, refuse)
+
+
+@pytest.mark.parametrize(("kind", "packing"), [("parquet", ""), ("jsonl", "zst")])
+def test_a_missing_package_is_named_with_its_command(kind: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = pack(SAMPLES[kind](), packing)
+    missing(monkeypatch, f"lockstep.formats.{packing or kind}.import_module")
+    with pytest.raises(LockstepError, match="not installed") as caught:
+        documents(content, kind, packing)
+    assert caught.value.hint == "pip install pyarrow"
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(max_size=300), pair=st.sampled_from(PAIRS))
+def test_garbage_is_refused_or_read(content: bytes, pair: tuple[str, str]) -> None:
+    kind, packing = pair
+    outcome(content, kind, packing)
+    outcome(pack(content, packing), kind, packing)
+
+
+MAGICS = {
+    "npy": b"\x93NUMPY\x01\x00",
+    "parquet": b"PAR1",
+    "json": b'[{"text": ',
+    "jsonl": b'{"text": ',
+    "csv": b"text\n",
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(KINDS))
+def test_hurt_files_are_refused_or_read(data: st.DataObject, kind: str) -> None:
+    content = bytearray(SAMPLES[kind]())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+        if not content:
+            return
+    outcome(bytes(content), kind, "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(max_size=200), kind=st.sampled_from(sorted(MAGICS)))
+def test_what_only_begins_well_is_refused_or_read(content: bytes, kind: str) -> None:
+    outcome(MAGICS[kind] + content, kind, "")
+    outcome(MAGICS[kind] + content + MAGICS[kind], kind, "")
+
+
+def test_the_reader_is_closed_with_the_walk() -> None:
+    """A walk that is left early leaves nothing open."""
+    walk: Iterator[Any] = formats.walk(io.BytesIO(pack(SAMPLES["jsonl"](), "gz")), how("jsonl", "gz"), 0)
+    next(walk)
+    cast("Any", walk).close()
+    assert list(walk) == []

@@ -1,0 +1,196 @@
+"""Rows of .csv, .parquet and .npy: which column, what is refused, and how little is read."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import formats
+from lockstep.errors import DataError
+from tests.formats.samples import Meagre, documents, how, ids, pack, walked
+
+# ------------------------------------------------------------------------------------------------------------ csv
+
+
+def test_csv_columns_are_chosen_as_elsewhere() -> None:
+    assert documents(b"id,content\n1,one\n2,two", "csv") == ["one", "two"]
+    assert documents(b"story\none\n\ntwo\n", "csv") == ["one", "two"]
+    assert documents(b"id,story\n1,one\n", "csv", column="story") == ["one"]
+    assert documents(b'\xef\xbb\xbftext\r\n"one\r\nmore"\r\n', "csv") == ["one\r\nmore"]
+    assert documents(b"text\n", "csv") == documents(b"", "csv") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "said"),
+    [
+        (b"id,story\n1,one\n", "a.csv:1", "which field holds the text? text fields are id, story"),
+        (b"text\none, two\n", "a.csv:2", "a row of 2 fields, the header has 1"),
+        (b"id,text\n1,one\n2\n", "a.csv:3", "a row of 1 fields, the header has 2"),
+        (b'text\n"one\ntwo\n', "a.csv:3", "not CSV: unexpected end of data"),
+        (b'text\n"one" two\n', "a.csv:2", "not CSV"),
+        (b"text\nfine\ncaf\xe9\n", "a.csv:3", "not UTF-8: byte 0xe9"),
+        (b"text\nold\rlines\r", "a.csv:2", "not CSV"),
+    ],
+)
+def test_bad_csv_is_named_exactly(content: bytes, where: str, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        documents(content, "csv")
+    assert caught.value.where == where
+    assert said in caught.value.what
+
+
+def test_a_csv_field_may_be_long() -> None:
+    text = "x" * 1_000_000  # the library alone refuses more than 131072
+    assert documents(f"text\n{text}\n".encode(), "csv") == [text]
+
+
+def test_a_million_columns_do_not_fill_the_screen() -> None:
+    with pytest.raises(DataError, match="and 99980 more") as caught:
+        documents(",".join("column" * 20 + str(number) for number in range(100_000)).encode(), "csv")
+    assert len(caught.value.what) < 2000
+
+
+# -------------------------------------------------------------------------------------------------------- parquet
+
+
+def table(rows_of_group: int = 100, **columns: Any) -> bytes:
+    import pyarrow
+    from pyarrow import parquet as library
+
+    out = io.BytesIO()
+    library.write_table(
+        pyarrow.table(columns), out, row_group_size=rows_of_group, compression="none", use_dictionary=False
+    )
+    return out.getvalue()
+
+
+def test_only_the_text_and_only_from_the_start_is_read() -> None:
+    random.seed(0)
+    texts = [random.randbytes(50).hex() for _ in range(20_000)]
+    pictures = [random.randbytes(200) for _ in texts]
+    content = table(1000, picture=pictures, text=texts)
+    whole, part = Meagre(content), Meagre(content)
+    assert [text for _, text in formats.walk(cast("BinaryIO", whole), how("parquet"), 0)] == texts
+    assert [text for _, text in formats.walk(cast("BinaryIO", part), how("parquet"), 18_500)] == texts[18_500:]
+    assert whole.bytes < 1.3 * 20_000 * 104 < 0.5 * len(content)
+    assert part.bytes < 2 * 2_000 * 104 + (1 << 17)  # two of twenty row groups, and the footer
+
+
+def test_few_rows_of_a_large_group_are_few_reads() -> None:
+    """What is asked for first comes before the rest of its row group is fetched."""
+    texts = [random.Random(number).randbytes(500).hex() for number in range(30_000)]
+    file = Meagre(table(30_000, text=texts))
+    walk = formats.walk(cast("BinaryIO", file), how("parquet"), 0)
+    assert [text for _, text in zip(range(100), (text for _, text in walk), strict=False)] == texts[:100]
+    assert file.bytes < 12 << 20 < 30_000 * 1000
+
+
+def test_parquet_types_that_hold_text() -> None:
+    import pyarrow
+
+    for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+        assert documents(table(story=pyarrow.array(["a", None, "b"]).cast(kind)), "parquet") == ["a", "b"]
+    words = pyarrow.array([["a", "b"], None, [], ["c"]])
+    assert documents(table(text=words, label=[1, 2, 3, 4]), "parquet") == ["a b", "c"]
+    assert documents(table(words=words, title=["t"] * 4), "parquet", column="words") == ["a b", "c"]
+    assert documents(table(words=words, title=["t"] * 4), "parquet") == ["t"] * 4
+    with pytest.raises(DataError, match="no text field"):
+        documents(table(label=[1, 2]), "parquet")
+
+
+# ------------------------------------------------------------------------------------------------------------ npy
+
+
+def saved(array: Any, **named: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array, **named)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint16", "uint8", ">i4", "<u8", "int8"])
+def test_ids_of_any_integer_type(dtype: str) -> None:
+    content = saved(ids().astype(dtype))
+    assert documents(content, "npy") == ids().tolist()
+    _, first = next(formats.walk(io.BytesIO(content), how("npy"), 0))
+    assert cast("Any", first).dtype == np.uint32
+    assert cast("Any", first).base is None  # does not keep the block it came in
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 40_000), st.sampled_from(["", "gz"]))
+def test_one_long_row_is_cut(length: int, packing: str) -> None:
+    array = np.arange(length) % 50_000
+    content = pack(saved(array), packing)
+    got = walked(content, how("npy", packing))
+    assert [item for _, piece in got for item in piece] == array.tolist()
+    assert all(len(piece) <= max(256, length // 40) for _, piece in got)
+    assert walked(content, how("npy", packing), 3) == got[3:]
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.zeros((2, 2), np.float32), "integers, this array holds float32"),
+        (np.zeros((2, 2), bool), "holds bool"),
+        (np.array([["a"]]), "holds <U1"),
+        (np.zeros(2, [("a", "i4")]), "token ids are integers"),
+        (np.array(3), "shape is ()"),
+        (np.zeros((2, 2, 2), int), "shape is (2, 2, 2)"),
+        (np.zeros((5, 0), int), "shape is (5, 0)"),
+        (np.asfortranarray(np.zeros((3, 4), int)), "columns lie together"),
+        (np.array([[1, 2], [3, -4]]), "-4 is no token id"),
+        (np.array([[1, 2], [3, 1 << 40]]), "1099511627776 is no token id"),
+    ],
+)
+def test_other_arrays_are_refused(array: Any, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        documents(saved(array), "npy")
+    assert said in caught.value.what
+    assert "is no token id" not in said or caught.value.where == "a.npy: record 1"
+
+
+class Touched:
+    """Unpickling one would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    array = np.array([Touched(tmp_path / "touched")], object)
+    with pytest.raises(DataError, match="holds object"):
+        documents(saved(array, allow_pickle=True), "npy")
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("packing", ["", "gz"])
+def test_an_array_that_is_cut_short_is_refused(packing: str) -> None:
+    content = saved(ids())
+    for size in range(1, len(content)):
+        with pytest.raises(DataError, match=r"cut short|not a readable \.npy"):
+            documents(pack(content[:size], packing), "npy", packing)
+
+
+@pytest.mark.parametrize("shape", [(1 << 62, 1 << 62), (1 << 62, 1), (-1, 5), (3, -1), (1, 1 << 40), (1 << 62,)])
+def test_a_header_that_promises_too_much_costs_nothing(shape: tuple[int, ...]) -> None:
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    with pytest.raises(DataError, match=r"cut short|too large|shape is"):
+        documents(out.getvalue() + b"\0" * 64, "npy")
+
+
+def test_a_start_is_sought_not_read() -> None:
+    file = Meagre(saved(np.zeros((100_000, 32), np.int64)))
+    assert len(list(formats.walk(cast("BinaryIO", file), how("npy"), 99_990))) == 10
+    assert file.bytes < 1 << 14
