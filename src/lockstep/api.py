@@ -148,10 +148,10 @@ def _asked_device(flags: Sequence[Flag], overrides: Mapping[str, Any]) -> str:
 def _check(loaded: Loaded) -> None:
     """Sizes that do not fit together are refused here, at the line that set them, if the shape needs no look-up."""
     from lockstep.models import shapes
-    from lockstep.runtime import env
+    from lockstep.runtime import env, hub
 
     config = loaded.config
-    env.hide(config.data.hf_token.get_secret_value() if config.data.hf_token else None)
+    env.hide(hub.token_of(config.data.hf_token))
     if shapes.known(config.model.model_path) is None:
         return
     try:

@@ -231,8 +231,8 @@ def real(low: float, high: float) -> Callable[[str], float]:
 # ------------------------------------------------------------------------------------------ the words of each verb
 
 
-def _configuration(parser: Parser) -> None:
-    parser.add_argument("family", metavar="FAMILY", help="what is trained: llama")
+def _configuration(parser: Parser, *, needed: bool = True) -> None:
+    parser.add_argument("family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama")
     parser.add_argument("what", metavar="PRESET|FILE", nargs="?", help="a preset (lockstep config list) or a file")
     parser.flag("--preset", "settings to start from", metavar="NAME")
     parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
@@ -254,10 +254,11 @@ def _resume(parser: Parser) -> None:
 
 
 def _prepare(parser: Parser) -> None:
-    _configuration(parser)
-    parser.flag("--list", "show the prepared datasets")
-    parser.flag("--verify", "check every byte of them")
-    parser.flag("--clean", "remove them")
+    _configuration(parser, needed=False)
+    group = parser.add_mutually_exclusive_group()
+    parser.flag("--list", "show the prepared datasets", group=group)
+    parser.flag("--verify", "check every byte of them", group=group)
+    parser.flag("--clean", "remove them", group=group)
 
 
 def _sample(parser: Parser) -> None:

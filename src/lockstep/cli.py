@@ -106,6 +106,10 @@ def _start(loaded: Loaded, arguments: Namespace) -> int:
 
 def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     """Prepare the dataset of a configuration, or look after those that are there."""
+    if arguments.family is None:
+        if not (arguments.list or arguments.verify or arguments.clean):
+            raise ConfigError("which FAMILY?", where="lockstep prepare", hint="lockstep prepare llama tiny")
+        arguments.family = "llama"  # the settings of the cache are those of every family
     loaded = _resolve(arguments, settings)
     from lockstep.engine.choices import cache_roots
 
@@ -113,7 +117,7 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     if arguments.clean:
         from lockstep.data import cache
 
-        removed = [f"{root / name}" for root in roots for name in cache.clean(root)]
+        removed = [f"{roots[0] / name}" for name in cache.clean(roots[0])]  # the other is only read
         say("\n".join(f"Removed {name}" for name in removed) or "Nothing to remove")
         return ExitCode.DONE
     if arguments.list or arguments.verify:

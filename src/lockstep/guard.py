@@ -16,6 +16,7 @@ from typing import Literal, NoReturn, TextIO
 from lockstep import __version__
 from lockstep.errors import ExitCode, LockstepError, Stopped
 from lockstep.runtime import env
+from lockstep.runtime.signals import UNSTOPPABLE
 
 BROKEN_PIPE = 141  # what a shell reports for a command whose reader went away
 Kind = Literal["error", "stopped", "crash"]
@@ -70,7 +71,8 @@ def leave(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:  # in the instant between two handlers
         code = int(ExitCode.INTERRUPTED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if _place().world > 1:  # what is left of the exchange with a dead peer must not keep this process
+    busy = any(thread.name == UNSTOPPABLE for thread in threading.enumerate())
+    if busy or _place().world > 1:  # what is left of the exchange with a dead peer must not keep this process
         if compiler := sys.modules.get("torch._inductor.async_compile"):
             with contextlib.suppress(Exception):  # its helpers end when asked, and later by themselves
                 compiler.shutdown_compile_workers()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLE = "LOCKSTEP_ROLE"  # of a child that runs our own command line: `prepare` the dataset and end
+TOKEN_WORDS = ("--hf-token", "--data.hf-token", "hf-token", "data.hf-token")  # the last two as assignments
 LOOPBACK = "127.0.0.1"
 NEVER_SECONDS = 1e9
 
@@ -48,7 +49,7 @@ class Start:
     @staticmethod
     def of(module: Sequence[str], argv: Sequence[str], asked: Namespace) -> Start:
         """The start that a parsed command line asks for."""
-        words = (*module, *without(argv, "--hf-token", "--data.hf-token"))
+        words = (*module, *without(argv, *TOKEN_WORDS))
         return Start(words, asked.launch, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port)
 
 
@@ -242,12 +243,13 @@ def _environment(loaded: Loaded, *, on_cpu: bool = True) -> dict[str, str]:
     """Of every worker. With NCCL_DEBUG and a log folder, NCCL writes there, a file per worker."""
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # we say ourselves who is missing
     from lockstep.engine import settle
+    from lockstep.runtime import hub
 
     changes = {name: env.get(name) or value for name, value in quiet.items()} | settle.for_workers(loaded)
     if not on_cpu:
         changes[env.DEVICE] = "cuda"
     if token := loaded.config.data.hf_token:  # not on a command line, which every user of the machine can read
-        changes["HF_TOKEN"] = token.get_secret_value()
+        changes["HF_TOKEN"] = hub.token_of(token) or ""
     folder = loaded.config.system.log_dir
     if folder and env.get("NCCL_DEBUG") and not env.get("NCCL_DEBUG_FILE"):
         Path(folder).mkdir(parents=True, exist_ok=True)

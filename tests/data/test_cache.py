@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -116,23 +117,38 @@ def damage(path: Path, at: int, *, truncate: bool) -> None:
         file.write(bytes([byte[0] ^ (1 << at % 8)]))
 
 
+def damage_at_random(path: Path) -> None:
+    """Anywhere; but of a manifest sizes and hashes are read, not its last line end."""
+    before = path.read_bytes()
+    while path.read_bytes() == before or (path.name == MANIFEST and meaning(path.read_bytes()) == meaning(before)):
+        path.write_bytes(before)
+        damage(path, random.randrange(len(before)), truncate=random.random() < 0.5)
+
+
+def meaning(manifest: bytes) -> object:
+    try:
+        return json.loads(manifest)["files"]
+    except (ValueError, KeyError):
+        return None
+
+
 def rebuilt_after_damage(root: Path, times: int, caplog: pytest.LogCaptureFixture) -> None:
     """Items 37 and 38, faults row 28: every damage is seen, named and repaired."""
     folder, _ = open_or_build(KEY, [root], fill)
     whole = content(folder)
-    names = [name for name in sorted(whole) if name != MANIFEST]
+    names = sorted(whole)
+    assert MANIFEST in names
     random.seed(3)
     for index in range(times):
         name = names[index % len(names)]
-        damage(folder / name, random.randrange(len(whole[name])), truncate=index % 2 == 0)
-        assert content(folder) != whole
+        damage_at_random(folder / name)
         caplog.clear()
         _, built = open_or_build(KEY, [root], fill)
         assert built, f"damage {index} of {name} went unnoticed"
         assert content(folder) == whole
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == 1
-        assert name in warnings[0]
+        assert name in warnings[0] or name == MANIFEST  # which may name the file that does not fit
     assert sorted(path.name for path in root.iterdir() if ".tmp-" in path.name) == []
 
 
@@ -152,23 +168,58 @@ def test_damage_of_a_large_cache_too(
     rebuilt_after_damage(tmp_path, 20, caplog)
 
 
-def test_a_large_cache_is_hashed_whole_only_when_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that counts as large, with few samples."""
     monkeypatch.setattr(cache, "ALWAYS_HASHED_BYTES", 0)
     monkeypatch.setattr(cache, "SAMPLE_BYTES", 16)
-    folder, _ = open_or_build(KEY, [tmp_path], fill)
-    file = folder / "train" / "tokens.npy"
+    return open_or_build(KEY, [tmp_path], fill)[0]
+
+
+def rot(file: Path, content: bytes, *, below: bool) -> None:
+    """Other bytes and the time of before; below: as the disk itself loses them, so that no time at all tells of it."""
     before = file.stat()
-    damage(file, 4001, truncate=False)
-    with pytest.raises(DataError, match="SHA-256"):
-        check(folder)
+    file.write_bytes(content)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    check(folder)  # rot that leaves the time alone: between two samples it stays unseen ...
+    stamp = file.parents[1].with_name(f"{KEY}.checked")
+    if below:
+        seen = json.loads(stamp.read_text(encoding="utf-8"))
+        assert seen["train/tokens.npy"][2] == before.st_ctime_ns
+        seen["train/tokens.npy"][2] = file.stat().st_ctime_ns
+        stamp.write_text(json.dumps(seen), encoding="utf-8")
+
+
+def with_a_bit_changed(file: Path) -> bytes:
+    content = bytearray(file.read_bytes())
+    content[4001] ^= 2
+    return bytes(content)
+
+
+def test_a_large_cache_is_hashed_whole_only_when_it_changed(large: Path) -> None:
+    file = large / "train" / "tokens.npy"
+    rot(file, with_a_bit_changed(file), below=True)
+    check(large)  # between two samples it stays unseen ...
     with pytest.raises(DataError, match="SHA-256"):
-        check(folder, full=True)  # ... until `--verify`
-    file.write_bytes(bytes(before.st_size))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        check(large, full=True)  # ... until `--verify`
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_samples_and_times_show_most_of_it(large: Path, below: bool) -> None:
+    file = large / "train" / "tokens.npy"
+    rot(file, bytes(file.stat().st_size) if below else with_a_bit_changed(file), below=below)
     with pytest.raises(DataError, match=r"tokens\.npy"):
-        check(folder)  # larger rot is met by the samples whatever the time says
+        check(large)
+
+
+def test_what_was_found_damaged_is_not_opened_again(large: Path) -> None:
+    """`--verify` says so, and the next run must not train on it."""
+    file = large / "train" / "tokens.npy"
+    whole = content(large)
+    rot(file, with_a_bit_changed(file), below=True)
+    with pytest.raises(DataError, match="SHA-256"):
+        check(large, full=True)
+    assert open_or_build(KEY, [large.parent], fill) == (large, True)
+    assert content(large) == whole
 
 
 def test_a_damaged_manifest_is_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,7 +387,9 @@ def test_clean_removes_only_what_we_made(tmp_path: Path) -> None:
 def test_clean_leaves_a_stream_that_is_being_added_to(tmp_path: Path) -> None:
     open_or_build(KEY, [tmp_path], fill)
     (tmp_path / f"{KEY}.chunks" / "000001").mkdir(parents=True)
+    spooled = f"stdin-{16 * 'a'}.txt"
+    (tmp_path / spooled).write_text("what it reads", encoding="utf-8")
     with FileLock(tmp_path / f"{KEY}.stream.lock"):
         assert clean(tmp_path) == []
-    assert {KEY, f"{KEY}.chunks"} <= set(clean(tmp_path))
+    assert {KEY, f"{KEY}.chunks", spooled} <= set(clean(tmp_path))
     assert list(tmp_path.iterdir()) == []

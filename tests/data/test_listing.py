@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -115,3 +117,31 @@ def test_numbers_are_short(count: float, shown: str) -> None:
 )
 def test_ages_are_short(seconds: float, shown: str) -> None:
     assert _age(seconds) == shown
+
+
+def test_what_is_being_written_is_not_counted_and_may_vanish(tmp_path: Path) -> None:
+    """Somebody builds and streams here while we look: nothing fails, and a chunk that comes is no damage."""
+    open_or_build(KEY, [tmp_path], described({**META, "stream": {"head": {"last": False}}}))
+    staged = tmp_path / f"{KEY}.chunks" / "000001.tmp-1"
+    add_chunk(tmp_path, KEY, 1, last=False)
+    (tmp_path / f"{KEY}.chunks" / "000001").rename(staged)
+    lines, damaged = describe([tmp_path], verify=True)
+    assert (lines[1].split()[-4:], damaged) == (["1", "chunks", "so", "far"], 0)
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            shutil.rmtree(tmp_path / KEY)
+            shutil.rmtree(staged, ignore_errors=True)
+            open_or_build(KEY, [tmp_path], described(META))
+            add_chunk(tmp_path, KEY, 1, last=False)
+            (tmp_path / f"{KEY}.chunks" / "000001").rename(staged)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(60):
+            describe([tmp_path], verify=True)
+    finally:
+        over.set()
+        worker.join()

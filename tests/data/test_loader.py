@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lockstep.contracts import Batch, Draw, Rows
+from lockstep.data import loader as loader_module
 from lockstep.data.cache import Table
 from lockstep.data.loader import Loader, validation_batches
 from tests.data.coverage import Seen, faults, seen_in
@@ -59,6 +60,24 @@ def same(left: list[list[Batch]], right: list[list[Batch]]) -> bool:
 def test_batches_do_not_depend_on_workers_or_start(numbers: Table, workers: int, start: int) -> None:
     straight = steps(make(numbers), 30)
     assert same(straight[start:], steps(make(numbers, workers=workers, start_step=start), 30 - start))
+
+
+@pytest.mark.parametrize("window_bytes", [1, 100, 1 << 12])
+@pytest.mark.parametrize(("rank", "world", "workers"), [(0, 1, 0), (2, 3, 0), (1, 2, 3)])
+def test_batches_do_not_depend_on_how_many_are_fetched_together(
+    numbers: Table, monkeypatch: pytest.MonkeyPatch, window_bytes: int, rank: int, world: int, workers: int
+) -> None:
+    """From a step in the middle of what would be one window, over the edge of an epoch."""
+
+    def made(size: int) -> list[list[Batch]]:
+        monkeypatch.setattr(loader_module, "WINDOW_BYTES", size)
+        place = {"rank": rank, "world": world, "workers": workers, "start_step": 5}
+        with Loader(numbers, Plain(), seed=3, micro_rows=2, micro_batches=3, **place) as loader:
+            return list(islice(loader, 40))
+
+    for one, other in zip(made(loader_module.WINDOW_BYTES), made(window_bytes), strict=True):
+        for batch, same in zip(one, other, strict=True):
+            assert all(torch.equal(tensor, same.tensors[name]) for name, tensor in batch.tensors.items())
 
 
 def test_the_comparison_sees_another_seed(numbers: Table) -> None:

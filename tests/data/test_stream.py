@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lockstep.contracts import Batch
-from lockstep.data import stream
+from lockstep.data import cache, stream
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
-from lockstep.data.stream import StreamOrder, StreamTable, chunk_folder, chunk_seed
+from lockstep.data.stream import StreamOrder, StreamTable, chunk_folder, chunk_seed, reading
 from lockstep.errors import DataError
 from tests.data import small_stream
 from tests.data.small_stream import SIZES, add, begin, whole
@@ -263,3 +263,22 @@ def test_tensors_of_a_batch_are_those_of_a_plain_table(numbers: StreamTable) -> 
     (batch,) = steps(numbers, 1, micro_batches=1)[0]
     assert batch.tensors["tokens"].dtype == torch.int32
     assert batch.tensors["tokens"].shape == (2, 5)
+
+
+def test_what_somebody_reads_is_not_cleared_away(tmp_path: Path) -> None:
+    """Several may read at once; who reads last decides. The name of a cache is its key."""
+    base = whole(tmp_path).rename(tmp_path / ("0" * 40))
+    chunk_folder(base, 1).parent.mkdir(exist_ok=True)
+    with reading(base):
+        with reading(base):
+            assert cache.clean(tmp_path) == []
+        assert cache.clean(tmp_path) == []
+        assert chunk_folder(base, 1).parent.is_dir()
+    assert f"{base.name}.chunks" in cache.clean(tmp_path)
+    assert not list(tmp_path.glob(f"{base.name}*.lock"))
+
+
+def test_a_stream_in_a_place_that_cannot_be_written_to_is_read(tmp_path: Path) -> None:
+    base = tmp_path / "nowhere" / "base"
+    with reading(base):
+        assert not base.parent.exists()

@@ -6,15 +6,18 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lockstep.data.tokenize import ByteTokenizer, TokenizerFile
-from lockstep.engine import encoding
+from lockstep.data.tokenize import ByteTokenizer, TokenizerFile, train_bpe, train_wordpiece, train_words
+from lockstep.engine import building, encoding
 from lockstep.engine.building import Split, has_words
-from lockstep.engine.encoding import batches_of, encoded_in_order
+from lockstep.engine.encoding import batches_of, encoded_in_order, pieces_of
 from lockstep.engine.prepare import Prepared
 from lockstep.errors import DataError
 from tests.data.small_cache import content
@@ -83,6 +86,10 @@ def test_batches_come_in_order_whoever_is_first_and_not_all_at_once(monkeypatch:
         assert len(read) - len(seen) <= 2 * 3 + 1  # no more is held than this
     assert seen == [(f"{number:02}",) * 2 for number in range(60)]
     assert tokenizer.most == 3
+    monkeypatch.setattr(encoding, "ROOM_CHARACTERS", 3)  # one batch of two fits, a second does not; one of 9 still may
+    narrow = Uneven()
+    assert len(list(encoded_in_order(["99"] * 20 + ["9" * 9] * 3, narrow))) == 23
+    assert narrow.most == 1
 
 
 class Refusing(ByteTokenizer):
@@ -108,6 +115,16 @@ def test_a_failure_of_a_thread_is_the_failure_of_the_build(monkeypatch: pytest.M
     assert tokenising() == 0
 
 
+def test_too_few_documents_are_counted_in_plain_words() -> None:
+    for texts, words in (
+        (["a"], "1 document: too few"),
+        (["a", "a"], "2 documents, all alike: too few"),
+        ([], "0 documents: "),
+    ):
+        with pytest.raises(DataError, match=words):
+            Split.of(texts, 0.5)
+
+
 def test_the_variable_of_the_library_is_as_before(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
     real = Split.of
@@ -129,6 +146,115 @@ def test_batches_are_whole_documents() -> None:
     documents = ["abc", np.arange(5), "", "d" * 50, "e"]
     assert list(batches_of(documents, 20)) == [documents[:2], documents[2:4], documents[4:]]
     assert list(batches_of([], 20)) == []
+
+
+# ------------------------------------------------------------------------------------------------- long documents
+
+
+@given(st.text(alphabet="ab \n\u00e9\U0001f600", max_size=200), st.integers(1, 50))
+def test_pieces_are_the_text(text: str, characters: int) -> None:
+    pieces = list(pieces_of(text, characters))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= characters
+    assert all(pieces) or not text
+
+
+def test_pieces_are_cut_at_a_lone_blank_else_at_white_space_else_anywhere() -> None:
+    assert list(pieces_of("aaaaaaa bb  cccc", 12)) == ["aaaaaaa bb ", " cccc"]
+    assert list(pieces_of("aaaaaaaaaaa c\n c", 14)) == ["aaaaaaaaaaa", " c\n c"]
+    assert list(pieces_of("a" * 25, 10)) == ["a" * 10, "a" * 10, "a" * 5]
+
+
+class Counting(TokenizerFile):
+    """Keeps the lengths of what it is asked for."""
+
+    @staticmethod
+    def of(tokenizer: TokenizerFile) -> Counting:
+        made = Counting(tokenizer._tokenizer, separator=tokenizer.separator_text)
+        made.asked = []
+        return made
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        self.asked += [len(text) for text in texts]
+        return super().encode(texts)
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_wordpiece, train_words])
+def test_a_very_long_document_is_encoded_in_pieces_to_the_same_ids(
+    monkeypatch: pytest.MonkeyPatch, train: Callable[..., TokenizerFile]
+) -> None:
+    texts = [story(1), "\n".join(map(story, range(40))), story(2) + " don't stop", " ".join(map(story, range(40)))]
+    tokenizer = Counting.of(train(texts, 400))
+    whole = [ids.tolist() for ids in tokenizer.encode(texts)]
+    assert max(tokenizer.asked) > 5000
+    tokenizer.asked.clear()
+    monkeypatch.setattr(encoding, "WHOLE_CHARACTERS", 2000)
+    monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 500)
+    found = [pair for batch in encoded_in_order(texts, tokenizer) for pair in batch]
+    assert [document for document, _ in found] == texts
+    assert [ids.tolist() for _, ids in found] == whole
+    assert max(tokenizer.asked) <= 500
+    assert len(tokenizer.asked) > 20
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_wordpiece, train_words])
+def test_a_tokenizer_is_trained_on_pieces_to_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, train: Callable[..., TokenizerFile]
+) -> None:
+    texts = ["\n".join(map(story, range(40))), story(50)]
+    monkeypatch.setattr(building, "BPE_PIECE_CHARACTERS", 300)
+    pieces = list(building._limited(texts, 1 << 30))
+    assert (max(map(len, pieces)) <= 300) == (len(pieces) > 20) == ("".join(pieces) == "".join(texts)) is True
+    assert train(pieces, 400).fingerprint() == train(texts, 400).fingerprint()
+    assert sum(map(len, building._limited(texts, 1000))) < 1300  # of a long one too no more than is wanted
+
+
+def test_long_documents_are_not_held_by_the_dozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "cores", lambda: 8)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 1)
+    read: list[str] = []
+
+    def texts() -> Iterator[str]:
+        for _ in range(30):
+            read.append("x" * 100)
+            yield read[-1]
+
+    def most_ahead() -> int:
+        read.clear()
+        return max(len(read) - taken for taken, _ in enumerate(encoded_in_order(texts(), ByteTokenizer())))
+
+    assert most_ahead() > 10
+    monkeypatch.setattr(encoding, "AHEAD_CHARACTERS", 350)
+    assert most_ahead() <= 4
+    monkeypatch.setattr(encoding, "AHEAD_CHARACTERS", 1)
+    assert most_ahead() == 1
+
+
+class Slow(ByteTokenizer):
+    """Counts its calls."""
+
+    calls = 0
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        self.calls += 1
+        time.sleep(0.01)
+        return super().encode(texts)
+
+
+def test_who_gives_up_does_not_wait_for_the_rest_of_a_long_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "WHOLE_CHARACTERS", 10)
+    monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 1)
+    monkeypatch.setattr(encoding, "ROOM_CHARACTERS", 1)
+    tokenizer = Slow()
+
+    def refused() -> Iterator[str]:
+        yield "x" * 2000
+        raise DataError("stopped")
+
+    monkeypatch.setattr(encoding, "AHEAD_CHARACTERS", 1 << 20)
+    with pytest.raises(DataError, match="stopped"):
+        list(encoded_in_order(refused(), tokenizer))
+    assert tokenizer.calls <= 10
 
 
 # ------------------------------------------------------------------------------------------------ ids that are ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,6 @@ def peak(file: Path, tokenizer: str, kind: str = "plain") -> tuple[int, int]:
     """MiB: (resident at most, rows on disk)."""
     command = [sys.executable, "-c", CHILD, str(file), tokenizer, kind]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=TOP).stdout.split()
-    print(told)
     return int(told[0]), int(told[1])
 
 
@@ -96,8 +96,22 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_document_of_forty_megabytes_is_encoded_in_pieces(tmp_path: Path) -> None:
+    """At 100 and more bytes for a character, whole ones took gigabytes; three of them, as in a real .jsonl."""
+    lines = write_text(tmp_path / "lines.txt", 40 * MIB).read_text(encoding="utf-8")
+    documents = [f"{number} {lines}" for number in range(3)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
+    most, rows = peak(tmp_path / "long.jsonl", "builtin")
+    print(f"{most} MiB")
+    assert rows >= 20
+    assert most < 1024
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # some 400 CPU seconds
 def test_a_gigabyte_in_less_than_a_gigabyte(tmp_path: Path) -> None:
     most, rows = peak(write_text(tmp_path / "large.txt", 1 << 30), "builtin")
+    print(f"{most} MiB")
     assert rows >= 300
     assert most < 1024

@@ -77,7 +77,7 @@ def test_a_hub_tokenizer_is_used_and_the_token_reaches_only_the_hub(
     monkeypatch.setattr(module.hub, "download", answer)
     monkeypatch.setenv("HF_TOKEN", "hf_canary_secret")
     made = prepared(configuration(tokenizer_name="some/model"))
-    assert asked == [("some/model", "tokenizer.json", "hf_canary_secret")]
+    assert asked == [("some/model", "tokenizer.json", None)]  # the one of the environment is taken when it is sent
     assert made.key == prepared(configuration(tokenizer_name="bytes")).key  # the content counts, not the name
     prepared(configuration(tokenizer_name="some/model", hf_token=SecretStr("hf_other")))
     assert asked[-1][-1] == "hf_other"
@@ -152,7 +152,7 @@ def test_too_little_text_says_how_much_there_is(stories: Path) -> None:
 def test_one_document_cannot_be_split(in_dir: Path) -> None:
     for name, content in (("a.txt", "One line."), ("b.jsonl", '"same"\n"same"\n'), ("c.txt", "")):
         (in_dir / name).write_text(content, encoding="utf-8")
-        with pytest.raises(DataError, match="documents"):
+        with pytest.raises(DataError, match="document"):
             prepared(configuration(data_path=name))
 
 

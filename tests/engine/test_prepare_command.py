@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.data.cache import open_or_build
 from lockstep.errors import ExitCode
 from tests.conftest import Outcome
+from tests.data.small_cache import KEY, fill
 
 Cli = Callable[..., Outcome]
 
@@ -60,3 +62,34 @@ def test_a_flipped_bit_is_found_named_and_repaired(prepare: Cli, in_dir: Path, n
     assert "damaged, will be rebuilt" in again.text
     assert file.read_bytes() == before
     assert prepare("--verify").code == ExitCode.DONE
+
+
+@pytest.mark.parametrize("flag", ["--list", "--verify", "--clean"])
+def test_looking_after_datasets_needs_no_family(lockstep: Cli, prepare: Cli, in_dir: Path, flag: str) -> None:
+    outcome = lockstep("prepare", flag)
+    assert (outcome.code, outcome.err) == (ExitCode.DONE, "")
+    assert not list(in_dir.iterdir())
+    assert lockstep("prepare", flag, f"data.cache_dir={in_dir / 'x'}").code == ExitCode.DONE
+    without = lockstep("prepare")
+    assert without.code == ExitCode.USAGE
+    assert "FAMILY" in without.err
+
+
+@pytest.mark.parametrize("flags", [("--list", "--clean"), ("--verify", "--clean"), ("--list", "--verify")])
+def test_one_thing_at_a_time(lockstep: Cli, prepare: Cli, in_dir: Path, flags: tuple[str, str]) -> None:
+    root = in_dir / ".cache" / "datasets"
+    open_or_build(KEY, [root], fill)
+    outcome = lockstep("prepare", *flags)
+    assert outcome.code == ExitCode.USAGE
+    assert flags[0] in outcome.err
+    assert (root / KEY).is_dir()
+
+
+def test_the_older_place_is_not_cleaned(lockstep: Cli, prepare: Cli, in_dir: Path) -> None:
+    for place in (".cache", "cache"):
+        open_or_build(KEY, [in_dir / place / "datasets"], fill)
+    assert str(Path("cache", "datasets", KEY)) in lockstep("prepare", "--list").out
+    assert lockstep("prepare", "--clean").code == ExitCode.DONE
+    assert not (in_dir / ".cache" / "datasets" / KEY).exists()
+    assert (in_dir / "cache" / "datasets" / KEY).is_dir()
+    assert lockstep("prepare", "--clean").out == "Nothing to remove\n"

@@ -36,8 +36,9 @@ def test_without_a_hub_auto_takes_what_is_there_and_says_why(in_dir: Path) -> No
 
 def test_what_is_named_is_not_touched(in_dir: Path) -> None:
     assert decided(preset="tiny") == {}
-    assert decided(("dataset", "wikitext"), ("tokenizer-name", "bytes")) == {}
-    assert decided(("dataset", "some/thing:x@y"), ("tokenizer-name", "some/thing")) == {}
+    for name in ("wikitext", "some/thing:x@y"):  # never replaced: an error of its own
+        with pytest.raises(NotFoundError, match="HF_HUB_OFFLINE"):
+            decided(("dataset", name), ("tokenizer-name", "bytes"))
 
 
 def test_files_of_ones_own_need_no_hub(in_dir: Path) -> None:
@@ -56,12 +57,8 @@ def test_a_list_takes_the_first_that_can_be_had(in_dir: Path, names: str) -> Non
 
 
 def test_the_last_of_a_list_is_an_error_of_its_own(in_dir: Path) -> None:
-    from lockstep.engine.choices import choose_source
-
-    loaded = load("llama", preset="tiny", flags=[("dataset", "nobody/nothing|no/body")])
-    config = settle.applied(loaded.config, settle.decide(loaded.config))
     with pytest.raises(NotFoundError, match="no/body"):
-        choose_source(config.data).fingerprint()
+        decided(("dataset", "nobody/nothing|no/body"), preset="tiny")
     with pytest.raises(ConfigError, match="empty place"):
         decided(("dataset", "a/b||builtin"))
 
@@ -74,7 +71,13 @@ def test_workers_are_told_and_do_not_ask(in_dir: Path, monkeypatch: pytest.Monke
     again = settle.settled(loaded, settle.decide(loaded.config))
     assert again.config == known.config
     assert settle.lines(settle.decide(loaded.config)) == []
-    assert settle.for_workers(load("llama", preset="tiny")) == {settle.SETTLED: "{}"}
+    assert again.origins["data.dataset_name"].layer == "auto"
+    named = load("llama", preset="tiny", flags=[("dataset", "wikitext")])
+    pinned = settle.settled(named, {"dataset_name": ("wikitext@" + "0" * 40, "")})
+    monkeypatch.setenv(settle.SETTLED, settle.for_workers(pinned)[settle.SETTLED])
+    again = settle.settled(named, settle.decide(named.config))
+    assert again.config == pinned.config
+    assert again.origins == named.origins  # it was named: only its commit was looked up
 
 
 def test_a_run_records_what_was_taken(in_dir: Path, lockstep: Callable[..., Outcome]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +16,14 @@ import numpy as np
 import pytest
 
 from lockstep.data import cache
-from lockstep.data.stream import StreamTable, chunk_folder, chunks_folder
+from lockstep.data.stream import Chunk, StreamTable, chunk_folder, chunks_folder
 from lockstep.data.tokenize import train_bpe
 from lockstep.engine import streaming, supply
 from lockstep.engine.building import document_hash
 from lockstep.engine.prepare import is_prepared
 from lockstep.engine.supply import Beats, Silence, as_failure, read_beats, serve
 from lockstep.errors import DataError
+from lockstep.sources import text
 from lockstep.sources.text import TextSource
 from tests.data.stories import story
 from tests.engine.streams import STORIES, chunks, content, job, small_chunks, streamed, supplied, write_text
@@ -101,8 +104,8 @@ def test_short_documents_are_left_out_and_do_not_count(stories: Path) -> None:
     config, made = streamed(min_words=20, max_train_samples=70)
     found = supplied(config, made.folder)
     assert found[-1].documents == 70
-    text = "".join(text_of(made.train, made.tokenizer, 0, made.train.rows))
-    assert "too short" not in text
+    seen = "".join(text_of(made.train, made.tokenizer, 0, made.train.rows))
+    assert "too short" not in seen
 
 
 class Counting:
@@ -181,6 +184,11 @@ def test_a_damaged_chunk_is_made_again_with_a_warning(stories: Path, caplog: pyt
     supplied(config, made.folder)
     assert content(made.folder) == expected
     assert sum("damaged, will be made again" in line for line in caplog.messages) == 2
+    path.write_bytes(good[:-1])
+    asked = job(config, made.folder, stories)
+    assert serve(asked) == 0
+    (line,) = read_beats(Path(asked.status))["warnings"]  # which the run shows
+    assert line.startswith("[Cache] damaged, will be made again: ")
 
 
 def test_leftovers_of_a_killed_one_are_swept(stories: Path) -> None:
@@ -198,6 +206,46 @@ def test_another_text_is_never_continued(stories: Path) -> None:
     with pytest.raises(DataError, match="changed while it was being streamed"):
         supplied(config, made.folder)
     assert content(made.folder) == {}
+
+
+def test_files_are_hashed_once_and_watched_while_they_are_read(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that changes is noticed by the chunk that reads it; what nobody reads costs nothing."""
+    folder = stories / "texts"
+    folder.mkdir()
+    for number in range(STORIES):
+        (folder / f"{number:04d}.txt").write_text(story(number), encoding="utf-8")
+    config, made = streamed(data_path=str(folder))
+    hashed: list[Path] = []
+    sha256 = text.sha256
+    monkeypatch.setattr(text, "sha256", lambda file: (hashed.append(file), sha256(file))[1])
+    found = supplied(config, made.folder)
+    assert len(found) == 5
+    assert len(hashed) == STORIES
+    shutil.rmtree(chunks_folder(made.folder))
+    maker = streaming.Maker(made.folder, config)
+    first = maker.make(found[0])
+    behind = folder / f"{found[2].end[0] - 1:04d}.txt"
+    status = behind.stat()
+    behind.write_text(behind.read_text(encoding="utf-8").swapcase(), encoding="utf-8")
+    os.utime(behind, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(DataError, match="changed while it was being streamed"):
+        maker.make(first)
+    assert [chunk.number for chunk in chunks(made.folder)] == [0, 1]
+
+
+def test_the_head_reads_on_until_there_is_a_row_of_each_split(stories: Path) -> None:
+    """One long document, or many alike, or too few tokens for validation: the text has more."""
+    lines = [story(0) * 100, *[story(1)] * 10, *(story(number) for number in range(2, 200))]
+    (stories / "stories.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
+    config, made = streamed(tokenizer_name="bytes", validation_fraction=0.02)
+    (head, *_) = found = supplied(config, made.folder)
+    assert 2 <= head.documents < found[-1].documents == len(lines)
+    assert made.validation.rows > 0
+    assert not list(made.folder.rglob("*.tmp*"))
+    cache.check(made.folder, full=True)
+    (stories / "stories.jsonl").write_text("\n".join([json.dumps({"text": lines[0]})] * 3), encoding="utf-8")
+    with pytest.raises(DataError, match="too few"):
+        streamed(tokenizer_name="bytes")
 
 
 def test_the_key_of_a_stream_is_its_own_and_a_head_is_prepared(stories: Path) -> None:
@@ -263,11 +311,33 @@ def test_silence_is_counted_from_the_last_change(tmp_path: Path, monkeypatch: py
     beats.beat()
     assert silence.look() == 0
     now[0] = 5.5
-    beats.beat()  # too soon for another word
     assert silence.look() == 0.5
-    now[0] = 7.0
     beats.beat()
     assert silence.look() == 0
+
+
+def test_one_long_call_is_no_silence(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a hash of a large file, or a thousand documents that are too short: nothing is said, but the process lives."""
+    config, made = streamed()
+    asked = job(config, made.folder, stories)
+    monkeypatch.setattr(supply, "BEAT_SECONDS", 0.01)
+    files = (Path(asked.status), made.folder.with_name(f"{made.key}.stream.json"))
+
+    class Slow(streaming.Maker):
+        def make(self, before: Chunk) -> Chunk:
+            silences, deadline = [Silence(file) for file in files], time.monotonic() + 10
+            known = [silence.says["beats"] for silence in silences]
+            while any(read_beats(file)["beats"] < count + 3 for file, count in zip(files, known, strict=True)):
+                assert time.monotonic() < deadline, "no sign of life"
+                time.sleep(0.01)
+            return super().make(before)
+
+    monkeypatch.setattr(supply, "Maker", Slow)
+    assert serve(asked) == 0
+    assert len(chunks(made.folder)) == 5
+    before = read_beats(files[0])
+    time.sleep(0.05)
+    assert read_beats(files[0]) == before, "it ends with the work"
 
 
 def test_the_log_says_what_was_added(stories: Path, caplog: pytest.LogCaptureFixture) -> None:

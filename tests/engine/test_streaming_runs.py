@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from lockstep.data import cache
 from lockstep.data.stream import chunks_folder
 from lockstep.engine import feed, streaming, supply
 from lockstep.engine.feed import Feed
-from lockstep.engine.supply import Beats
 from lockstep.errors import DataError, LockstepError, NotFoundError, Stopped
 from lockstep.runtime.group import Group
 from lockstep.runtime.signals import StopRequest
+from tests.conftest import Outcome
 from tests.engine.streams import content, write_text
 from tests.gates.test_resume import EVERY_STEP, on_rank
-from tests.gates.training import run
+from tests.gates.training import Recorder, run
 from tests.ranks.conftest import ranks
 from tests.ranks.pool import Pool
 
@@ -31,11 +35,21 @@ __all__ = ["ranks"]
 STEPS = 12
 STORIES = 30
 
-GONE = (
-    "from lockstep.engine import supply; from lockstep.errors import NotFoundError\n"
-    "def gone(*_): raise NotFoundError('the hub is gone', where='hub', hint='wait')\n"
-    "supply.Maker = gone; supply.main()"
-)
+SAYING = """import json, os, sys
+job = json.load(sys.stdin)
+with open(job["status"], "w") as file:
+    json.dump({{"pid": os.getpid(), **{said}}}, file)
+sys.exit({code})
+"""
+ERROR = {"what": "the hub is gone", "where": "hub", "hint": "wait", "code": 66}
+GONE = SAYING.format(said={"error": ERROR, "warnings": ["a chunk is damaged"]}, code=66)  # as supply.py tells it
+KILLED = "import os; os.kill(os.getpid(), 9)"
+LATER = """import os, time
+while not os.path.exists({signal!r}):
+    time.sleep(0.02)
+from lockstep.engine.supply import main
+main()
+"""
 
 
 @pytest.fixture
@@ -59,8 +73,8 @@ def settings(in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def base(folder: Path) -> Path:
-    (lock,) = folder.glob("cache/*.stream.lock")
-    return lock.with_name(lock.name.removesuffix(".stream.lock"))
+    (meta,) = folder.glob("cache/*/meta.json")
+    return meta.parent
 
 
 def children() -> list[int]:
@@ -68,43 +82,36 @@ def children() -> list[int]:
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(in_dir: Path, settings: dict[str, Any]) -> None:
-    """From every step; with other numbers of threads; and once more after all chunks were deleted."""
+    """Over the end of the text, with other numbers of threads, and once more after all chunks were deleted."""
     before = children()
-    parts, recorder = run(in_dir / "whole", settings)
+    few = {**settings, "data.max_train_samples": 26, "training.checkpoint_dir": "files"}
+    parts, recorder = run(in_dir / "whole", few)
     assert children() == before
     whole, made = recorder.trace, content(base(in_dir))
     assert len(whole) == STEPS
-    assert len({name.split("/")[0] for name in made}) > 3, "the run must go through several chunks"
+    assert len({name.split("/")[0] for name in made}) > 2, "the run must go through several chunks"
     assert not list(in_dir.rglob("*.tmp-*"))
-    for step in range(1, STEPS, 3):
+    assert parts.rows < (STEPS - 4) * parts.batch_rows, "and over some of them again"
+    saved = [torch.load(f"files/step_{step}.pt", weights_only=False)["epoch"] for step in (1, STEPS)]
+    assert saved == [0, STEPS * parts.batch_rows // parts.rows], "the end was not known when it began"
+    shutil.rmtree(chunks_folder(base(in_dir)))
+    for step in (4, 10):
         point = in_dir / "whole" / "checkpoints" / f"step_{step:08d}"
-        changed = {**settings, "training.save_interval": 0, "data.num_workers": step % 3}
-        if step == 4:
-            shutil.rmtree(chunks_folder(base(in_dir)))
+        changed = {**few, "training.save_interval": 0, "data.num_workers": step // 4}
         assert run(in_dir / f"from-{step}", changed, point=point)[1].trace == whole[step:], f"resumed after {step}"
     assert content(base(in_dir)) == made
-    assert parts.rows > 1 << 60, "the end of the stream was not known when it began"
 
 
-def test_a_run_that_goes_over_the_whole_text_goes_over_it_again(in_dir: Path, settings: dict[str, Any]) -> None:
-    few = {**settings, "data.max_train_samples": 14, "training.max_steps": 9, "data.num_workers": 2}
-    _, recorder = run(in_dir / "whole", few)
-    point = in_dir / "whole" / "checkpoints" / "step_00000006"
-    parts, resumed = run(in_dir / "again", {**few, "training.save_interval": 0}, point=point)
-    assert parts.rows < 9 * parts.batch_rows, "more than one epoch"
-    assert resumed.trace == recorder.trace[6:]
-
-
-def waiting(monkeypatch: pytest.MonkeyPatch, action: Callable[[Feed], object], seconds: float = 1.0) -> list[Feed]:
+def waiting(monkeypatch: pytest.MonkeyPatch, action: Callable[[Feed], object]) -> list[Feed]:
     """Do something as soon as a run waits for rows, the child standing still. The feeds that waited."""
     waited: list[Feed] = []
     wait = Feed._wait
 
-    def paused(self: Feed, position: int) -> None:
+    def paused(self: Feed) -> None:
         if not waited:
             waited.append(self)
             action(self)
-        wait(self, position)
+        wait(self)
 
     monkeypatch.setattr(Feed, "_wait", paused)
     return waited
@@ -160,39 +167,91 @@ def test_a_child_that_stands_still_is_named(
     assert not children()
 
 
-def test_a_killed_child_is_replaced(in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[int] = []
-
-    def kill(waited: Feed) -> None:
-        assert waited.child
-        killed.append(waited.child.pid)
-        os.kill(waited.child.pid, signal.SIGKILL)
-
-    waiting(monkeypatch, kill)
-    _, recorder = run(in_dir / "run", {**settings, "training.max_steps": 4})
-    assert killed
-    assert len(recorder.records) == 4
-
-
 def test_a_child_that_always_dies_is_given_up(
     in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "COMMAND", "import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(LockstepError, match="ended by SIGKILL 4 times in a row"):
+    monkeypatch.setattr(feed, "COMMAND", KILLED)
+    monkeypatch.setattr(feed, "RESTARTS", 2)
+    with pytest.raises(LockstepError, match="ended by SIGKILL 3 times in a row"):
         run(in_dir / "run", settings)
 
 
-def test_an_error_of_the_child_ends_the_run_with_its_code(
-    in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_an_error_of_the_child_is_raised_when_its_rows_are_needed(
+    in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when the hub is gone; what was done so far is kept by whoever is alone (endings.py)."""
+    """As when the hub is gone: the head is trained on, then it is tried once more; its warnings come to the screen."""
     monkeypatch.setattr(feed, "COMMAND", GONE)
+    start, begun = feed.Child._start, list[Any]()
+
+    def started(self: feed.Child) -> Any:
+        begun.append(start(self))
+        begun[-1].wait()  # it has failed before the first step
+        return begun[-1]
+
+    monkeypatch.setattr(feed.Child, "_start", started)
+    recorder = Recorder()
     with pytest.raises(LockstepError, match="the hub is gone") as caught:
-        run(in_dir / "run", settings)
+        run(in_dir / "run", settings, recorder=recorder)
     assert caught.value.exit_code == NotFoundError.exit_code
     assert caught.value.between_steps
     assert caught.value.hint == "wait"
-    assert not children()
+    assert len(recorder.records) == 2, "all rows of the head"
+    assert len(begun) == 2
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line for line in told if "the hub is gone" in line] == [line for line in told if "starting again" in line]
+    assert sum("starting again" in line for line in told) == 1
+    assert told.count("a chunk is damaged") == 2, "of each child"
+
+
+def test_a_child_that_fails_or_is_killed_is_replaced(
+    in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage while there are rows left, then SIGKILL: the run has lost nothing."""
+    commands, started = [GONE, KILLED, feed.COMMAND], list[str]()
+    start = feed.Child._start
+
+    def next_one(self: feed.Child) -> Any:
+        started.append(commands[len(started)])
+        monkeypatch.setattr(feed, "COMMAND", started[-1])
+        process = start(self)
+        if len(started) < 3:
+            process.wait()
+        return process
+
+    monkeypatch.setattr(feed.Child, "_start", next_one)
+    monkeypatch.setattr(feed, "PAUSE_SECONDS", 0.0)
+    _, recorder = run(in_dir / "run", {**settings, "training.max_steps": 4, "training.save_interval": 0})
+    assert len(recorder.records) == 4
+    assert started == commands
+
+
+def test_a_run_out_of_rows_says_how_to_go_on(
+    in_dir: Path, settings: dict[str, Any], lockstep: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "COMMAND", GONE)
+    words = [f"{key}={str(value).lower()}" for key, value in settings.items()]
+    ended = lockstep("train", "llama", "tiny", *words, "--device", "cpu", "--name", "x", "training.save_interval=0")
+    assert ended.code == 66, ended.text
+    assert re.search(r"try: wait, then \S*lockstep resume \S*runs/x", ended.text), ended.text
+    assert [saved.name for saved in (in_dir / "runs/x/checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_nobody_waits_for_chunks_that_are_gone_nor_clears_what_is_read(
+    in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All was there when the child looked, which is done and holds no lock: also one of two nodes ends."""
+    two = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in two.items():
+        monkeypatch.setenv(name, value)
+    assert feed.env.detect().nodes == 2
+    monkeypatch.setattr(feed, "COMMAND", SAYING.format(said={"ready": 9, "done": True}, code=0))
+    monkeypatch.setattr(feed, "GONE_SECONDS", 0.3)
+    removed: list[list[str]] = []
+    waiting(monkeypatch, lambda _: removed.append(cache.clean(in_dir / "cache")))
+    with pytest.raises(DataError, match="have gone"):
+        run(in_dir / "run", settings)
+    assert removed == [[]]
+    assert cache.clean(in_dir / "cache"), "but afterwards"
 
 
 def test_waiting_is_a_sign_of_life(in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +330,7 @@ def test_a_failure_on_one_rank_is_heard_by_those_that_wait(in_dir: Path, setting
     few = {**settings, "training.save_interval": 0, "training.batch_size": 6}
     first, second = ranks(2, fail, in_dir / "run", few)
     assert first[:4] == ("LockstepError", 66, "the hub is gone", False)
-    assert second[1:4] == (66, "the hub is gone", True)
+    assert second[2:4] == ("another worker waits for rows that do not come", True)
     assert first[4] == second[4] != "step_00000000"
 
 
@@ -286,30 +345,40 @@ def fail(group: Group, folder: Path, settings: dict[str, Any]) -> tuple[str, int
     raise AssertionError("it did not fail")
 
 
-def test_a_node_waits_until_every_node_has_the_rows(
-    in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a node has its rows and another one has not, it waits here, seen and asked to stop, not in an exchange."""
-    run(in_dir / "there", {**settings, "training.max_steps": 6})
-    two = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in two.items():
-        monkeypatch.setenv(name, value)
-    assert feed.env.detect().nodes == 2
-    stop, other = StopRequest(), in_dir / "run" / "stream" / "n1.json"
-    stop.patient = True
-    looked: list[int] = []
+def on_node(group: Group, folder: Path, settings: dict[str, Any]) -> tuple[Any, list[str]]:
+    """One of two machines with one rank each, that share nothing.
 
-    def sleep(_: float) -> None:
-        (at_hand,) = waited
-        assert at_hand.table.is_ready(at_hand._step * 24 + 23), "its own rows are there"
-        looked.append(at_hand._step)
-        if len(looked) == 5:
-            Beats(other).beat(rows=96)
-        if len(looked) == 10:
-            stop.receive(signal.SIGTERM, None)
+    The rows of the second come when the first has waited for them, three times seen to be alive.
+    """
+    own = folder / f"node{group.rank}"
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "DATASET_CACHE_DIR": str(own / "cache")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in alone.items():
+            patch.setenv(name, value)
+        assert feed.env.detect().nodes == 2
+        if group.rank == 1:
+            patch.setattr(feed, "COMMAND", LATER.format(signal=str(folder / "waited")))
+        marks: list[str] = []
 
-    waited = waiting(monkeypatch, lambda _: None)
-    monkeypatch.setattr(feed.time, "sleep", sleep)
-    with pytest.raises(Stopped):
-        run(in_dir / "run", settings, stop=stop)
-    assert looked == [2] * 5 + [4] * 5
+        def enter(section: str, _step: int = -1) -> None:
+            marks.append(section)
+            if marks.count("communication") == 3:
+                (folder / "waited").touch()
+
+        group.link = SimpleNamespace(enter=enter)  # pyright: ignore[reportAttributeAccessIssue]
+        return run(own / "run", settings, group=group)[1].trace, marks
+
+
+def test_nodes_that_share_nothing_wait_for_each_other(in_dir: Path, settings: dict[str, Any], ranks: Pool) -> None:
+    """Who has its rows is not stuck in an exchange meanwhile: it shows signs of life and can be asked to stop."""
+    small = {**settings, "training.batch_size": 6, "training.max_steps": 6, "training.save_interval": 0}
+    run(in_dir / "head", {**small, "training.max_steps": 1, "training.batch_size": 12})
+    for node in range(2):
+        shutil.copytree(in_dir / "cache", in_dir / f"node{node}" / "cache")
+        shutil.rmtree(chunks_folder(base(in_dir / f"node{node}")), ignore_errors=True)
+    (first, waited), (second, late) = ranks(2, on_node, in_dir, small)
+    assert len(first) == 6
+    assert first == second
+    assert waited.count("communication") >= 3, "rounds in which the other had none"
+    assert late.count("data") >= 3
+    assert content(base(in_dir / "node0")) == content(base(in_dir / "node1")) != {}

@@ -15,7 +15,7 @@ from lockstep.data.loader import Loader
 from lockstep.models.build import Built, build
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import resolve
-from lockstep.objectives.causal import Causal
+from lockstep.objectives.causal import Causal, expanded
 from tests.data.stand_in import Plain, table
 
 pytestmark = [
@@ -90,7 +90,9 @@ def test_rows_are_the_sum_of_their_documents(backend: str, compiled: bool, check
         assert loss == pytest.approx(expected_loss, rel=ACCURACY[precision])
         assert float((gradient - expected).norm() / expected.norm()) < ACCURACY[precision]
     whole = batch_of(documents(0))
-    mixed = Batch({k: v for k, v in whole.tensors.items() if k != "documents"}, whole.weights, whole.rows, whole.tokens)
+    mixed = Batch(
+        {k: v for k, v in expanded(whole).items() if k != "documents"}, whole.weights, whole.rows, whole.tokens
+    )
     _, wrong = computed(built.model, mixed, precision)
     _, right = reference(documents(0))
     assert float((wrong - right).norm() / right.norm()) > 3 * ACCURACY[precision]  # negative control
@@ -114,7 +116,7 @@ def test_gradients_repeat_their_bits(compiled: bool) -> None:
 
 def test_a_change_in_one_document_is_not_seen_in_another() -> None:
     model, batch = made("auto", "bf16", compiled=False, checkpointing=False).model, batch_of(documents(0))
-    inputs, own = batch.tensors["inputs"], batch.tensors["documents"]
+    inputs, own = expanded(batch)["inputs"], expanded(batch)["documents"]
     changed = inputs.clone()
     first = own == 1
     changed[first] = (changed[first] + 1) % 512

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import compat
+from lockstep.data.stream import read_chunk, read_head
 from lockstep.data.tokenize import ByteTokenizer, load_tokenizer
 from lockstep.runtime import env
 from tests.conftest import Outcome
@@ -82,7 +83,7 @@ def test_a_gated_model_falls_back_only_where_nothing_was_named(
     assert ended.code == 0, ended.text
     assert ended.text.count(f"none of {MODEL}") == 1
     saved = json.loads((in_dir / "runs/x/config.json").read_text())
-    assert saved["config"]["data"]["dataset_name"] == "wikitext"
+    assert re.fullmatch("wikitext@[0-9a-f]{40}", saved["config"]["data"]["dataset_name"])
     assert saved["config"]["data"]["tokenizer_name"] == "builtin"
     refused = lockstep("train", "llama", "production", *SMALL, *QUICK, "--tokenizer-name", MODEL)
     assert refused.code == 66
@@ -125,10 +126,16 @@ def test_a_launcher_prepares_what_its_workers_need_and_nothing_else(
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_machines_without_a_shared_disk(in_dir: Path, loopback: LoopbackHub) -> None:
-    """Items 82, 83 (through `lockstep train llama`): two torchrun launchers, each with a cache of its own."""
-    corpora.add_imdb(loopback, documents=80)
+    """Items 82, 83 (through `lockstep train llama`): two torchrun launchers, each in a folder of its own, on a stream
+    of which the head is not enough: each machine fetches the rest for itself.
+    """
+    lines = (json.dumps({"text": corpora.text(number, sentences=60)}) for number in range(1500))
+    loopback.add("someone/stories", {"train.jsonl": "\n".join(lines)})  # some 7 million characters
     port = str(env.free_port("127.0.0.1"))
-    flags = ("--dataset", "imdb", "--streaming", "true", "--max-samples", "500k", "--tokenizer-name", "bytes")
+    flags = ("--dataset", "someone/stories", "--streaming", "true", "--max-samples", "500k", "--tokenizer-name",
+             "builtin", "data.tokenizer_vocab_size=512", "training.context_length=128", "training.batch_size=100",
+             "training.grad_accum_nums=9", "model.num_layers=1", "model.hidden_size=8", "model.intermediate_size=8",
+             "model.num_attention_heads=1", "model.num_key_value_heads=1", "model.vocab_size=512")  # fmt: skip
     processes = []
     for node in range(2):
         folder = in_dir / f"node{node}"
@@ -136,7 +143,7 @@ def test_two_machines_without_a_shared_disk(in_dir: Path, loopback: LoopbackHub)
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "--nnodes=2", f"--node_rank={node}",
             "--master_addr=127.0.0.1", f"--master_port={port}", "-m", "lockstep", "train", "llama", "tiny", *flags,
-            *QUICK, "--name", "run", f"run.out={in_dir / 'runs'}",
+            *QUICK, "--name", "run", "--max-steps", "5",
         ]  # fmt: skip
         processes.append(
             subprocess.Popen(
@@ -155,4 +162,11 @@ def test_two_machines_without_a_shared_disk(in_dir: Path, loopback: LoopbackHub)
     }
     assert len(keys) == 1, "the same data on both"
     for node in range(2):
-        assert [*(in_dir / f"node{node}/.cache/datasets").glob("*/manifest.json")], "built by each machine for itself"
+        (made,) = (in_dir / f"node{node}/.cache/datasets").glob("*/manifest.json")
+        rows = [read_head(made.parent).rows]
+        while chunk := read_chunk(made.parent, len(rows)):
+            rows.append(chunk.rows)
+        assert rows[0] < 5 * 2 * 900 <= sum(rows), "built by each machine for itself, as far as the run needed"
+        assert len(rows) > 2
+    events = (in_dir / "node0/runs/run/events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [event["step"] for event in map(json.loads, events) if event["kind"] == "step"] == list(range(5))

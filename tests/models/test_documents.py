@@ -15,7 +15,7 @@ from lockstep.models.build import build
 from lockstep.models.llama import Llama
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import resolve
-from lockstep.objectives.causal import Causal
+from lockstep.objectives.causal import Causal, expanded
 
 KERNELS = ["native_math", "native_flash"]
 LENGTHS = [[5, 1, 14, 2, 11], [33], [1, 1, 1, 30], [32, 1], [16, 17]]  # of the documents of each row of 33 tokens
@@ -59,7 +59,7 @@ def gradients(model: Llama, total: Tensor) -> Tensor:
 
 def blind(batch: Batch) -> Batch:
     """The same targets, and nothing that keeps the documents apart: the fault this file is to see."""
-    kept = {name: tensor for name, tensor in batch.tensors.items() if name != "documents"}
+    kept = {name: tensor for name, tensor in expanded(batch).items() if name != "documents"}
     return Batch(kept, batch.weights, batch.rows, batch.tokens)
 
 
@@ -95,7 +95,7 @@ def test_a_change_in_one_document_is_not_seen_in_another(backend: str) -> None:
     """Bit for bit, in fp32; and both ways."""
     model = made(backend, dtype_name="fp32")
     batch = batch_of(DOCUMENTS)
-    inputs, documents = batch.tensors["inputs"], batch.tensors["documents"]
+    inputs, documents = expanded(batch)["inputs"], expanded(batch)["documents"]
     for row, bounds in enumerate(LENGTHS[:-1]):
         for number in range(1, len(bounds) + 1):
             own = documents[row] == number
@@ -130,9 +130,9 @@ def test_one_document_is_what_it_was_without_the_mask() -> None:
     rows = [[np.concatenate(row)] for row in DOCUMENTS]
     model, masked, plain = made(), batch_of(rows), batch_of(rows, "separated")
     assert masked.weights == plain.weights
-    assert torch.equal(masked.tensors["targets"], plain.tensors["targets"])
+    assert torch.equal(expanded(masked)["targets"], expanded(plain)["targets"])
     assert float(loss_of(model, masked).detach()) == pytest.approx(float(loss_of(model, plain).detach()), rel=1e-12)
-    assert set(plain.tensors) == {"inputs", "targets"}
+    assert set(expanded(plain)) == {"inputs", "targets"}
 
 
 def random_documents(rows: int, length: int) -> Tensor:

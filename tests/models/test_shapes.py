@@ -134,6 +134,15 @@ def test_an_unreadable_config_is_a_data_error(content: str, tmp_path: Path) -> N
         resolve(options(str(tmp_path)), context_length=8)
 
 
+def test_a_folder_that_brings_code_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY.to_hf()))
+    assert resolve(options(str(tmp_path)), context_length=8) == TINY
+    assert caplog.text == ""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY.to_hf(), "auto_map": {"AutoModel": "evil.Model"}}))
+    assert resolve(options(str(tmp_path)), context_length=8) == TINY
+    assert f"{tmp_path} asks for code of its own (auto_map), which is never run" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["nobody/nothing", "lama-3.1-8b", "/no/such/folder", "a/b/c", "../x", "x/.."])
 def test_what_is_not_there_is_one_message(name: str) -> None:
     with pytest.raises(NotFoundError) as caught:

@@ -16,7 +16,7 @@ from lockstep.models.initialise import initialise
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN, LlamaShape
 from lockstep.objectives import causal
-from lockstep.objectives.causal import Causal
+from lockstep.objectives.causal import Causal, expanded
 from lockstep.objectives.options import CausalOptions
 
 DRAW = Draw(seed=0, step=0, batch_rows=1)
@@ -59,8 +59,8 @@ def test_every_token_is_predicted_exactly_once(
     count = max(0, (len(stream) - 1) // context)
     assert rows.columns["tokens"].shape == (count, context + 1)
     batch = Causal().collate(rows, DRAW)
-    assert batch.tensors["inputs"].flatten().tolist() == stream[: count * context]
-    assert batch.tensors["targets"].flatten().tolist() == stream[1 : count * context + 1]
+    assert expanded(batch)["inputs"].flatten().tolist() == stream[: count * context]
+    assert expanded(batch)["targets"].flatten().tolist() == stream[1 : count * context + 1]
     assert batch.weights["loss"] == batch.tokens == count * context
 
 
@@ -77,14 +77,14 @@ def test_apart_every_token_is_predicted_once_but_the_first_of_a_document(
     assert np.array_equal(rows.columns["tokens"], joined.columns["tokens"]), "the rows are those of the other modes"
     batch = Causal(documents="masked").collate(rows, DRAW)
     plain = Causal().collate(joined, DRAW)
-    assert torch.equal(batch.tensors["inputs"], plain.tensors["inputs"])
-    place = np.arange(len(plain.tensors["targets"]))[:, None] * context + np.arange(context)  # of an input
+    assert torch.equal(expanded(batch)["inputs"], expanded(plain)["inputs"])
+    place = np.arange(len(expanded(plain)["targets"]))[:, None] * context + np.arange(context)  # of an input
     owner = np.array([number for number, _ in stream] or [0])
     counted = owner[place] == owner[np.minimum(place + 1, len(owner) - 1)]
-    assert torch.equal(batch.tensors["targets"], plain.tensors["targets"].where(torch.from_numpy(counted), -100))
+    assert torch.equal(expanded(batch)["targets"], expanded(plain)["targets"].where(torch.from_numpy(counted), -100))
     assert batch.weights["loss"] == int(counted.sum())
     assert batch.tokens == plain.tokens
-    told = batch.tensors["documents"].numpy()
+    told = expanded(batch)["documents"].numpy()
     for row, owners in enumerate(owner[place]):
         assert np.array_equal(told[row][:, None] == told[row], owners[:, None] == owners)
 
@@ -95,9 +95,9 @@ def test_the_first_token_of_a_document_is_no_target_and_inputs_stay_whole() -> N
     assert rows.columns["tokens"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6, 9]]
     assert rows.columns["starts"].tolist() == [[1, 0, 0, 0, 1, 0, 1, 0, 0]]
     batch = Causal(documents="masked").collate(rows, DRAW)
-    assert batch.tensors["inputs"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6]]
-    assert batch.tensors["targets"].tolist() == [[2, 3, 9, -100, 9, -100, 6, 9]]
-    assert batch.tensors["documents"].tolist() == [[1, 1, 1, 1, 2, 2, 3, 3]]
+    assert expanded(batch)["inputs"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6]]
+    assert expanded(batch)["targets"].tolist() == [[2, 3, 9, -100, 9, -100, 6, 9]]
+    assert expanded(batch)["documents"].tolist() == [[1, 1, 1, 1, 2, 2, 3, 3]]
     assert (batch.weights, batch.tokens) == ({"loss": 6}, 8)
     assert rows.columns["tokens"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6, 9]]
 
@@ -129,13 +129,13 @@ def test_collate_counts_targets() -> None:
     batch = Causal().collate(rows_of(tokens=np.arange(20, dtype=np.int32).reshape(4, 5)), DRAW)
     assert batch.weights == {"loss": 16}
     assert (batch.rows, batch.tokens) == (4, 16)
-    assert batch.tensors["inputs"].dtype == torch.int64
-    assert torch.equal(batch.tensors["targets"], batch.tensors["inputs"] + 1)
+    assert expanded(batch)["inputs"].dtype == torch.int64
+    assert torch.equal(expanded(batch)["targets"], expanded(batch)["inputs"] + 1)
 
 
 def twice_shifted(batch: Batch) -> Batch:
     """The upstream bug: labels shifted in the data and again in the loss, so two ahead are predicted."""
-    inputs, targets = batch.tensors["inputs"][:, :-1].contiguous(), batch.tensors["targets"][:, 1:].contiguous()
+    inputs, targets = expanded(batch)["inputs"][:, :-1].contiguous(), expanded(batch)["targets"][:, 1:].contiguous()
     return Batch({"inputs": inputs, "targets": targets}, {"loss": targets.numel()}, batch.rows, targets.numel())
 
 
@@ -180,10 +180,10 @@ def test_evaluate_is_loss_and_accuracy_as_sums(model: Llama) -> None:
     tokens[:, 1:] = np.where(np.random.default_rng(2).random((6, 32)) < 0.5, best, tokens[:, 1:])
     objective, batch = Causal(), Causal().collate(rows_of(tokens=tokens), DRAW)
     scores = objective.evaluate(model, batch)
-    logits = model(batch.tensors["inputs"]).detach()
+    logits = model(expanded(batch)["inputs"]).detach()
     assert scores["loss"].weight == scores["accuracy"].weight == 6 * 32
     assert float(scores["loss"].total) == pytest.approx(float(objective.loss(model, batch)["loss"].detach()), rel=1e-5)
-    assert int(scores["accuracy"].total) == int((logits.argmax(-1) == batch.tensors["targets"]).sum()) > 0
+    assert int(scores["accuracy"].total) == int((logits.argmax(-1) == expanded(batch)["targets"]).sum()) > 0
 
 
 def test_samples_repeat_by_seed_and_stop(model: Llama) -> None:

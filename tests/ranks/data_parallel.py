@@ -16,7 +16,7 @@ from lockstep.contracts import Batch, Draw, Rows, StepRecord
 from lockstep.engine.council import Agreed, Council
 from lockstep.engine.parts import Parts
 from lockstep.errors import LockstepError
-from lockstep.objectives.causal import Causal
+from lockstep.objectives.causal import Causal, expanded
 from lockstep.runtime.group import Group
 from lockstep.runtime.reduce import Reducer
 from lockstep.runtime.signals import StopRequest
@@ -55,13 +55,13 @@ class Odd(Causal):
 
     def collate(self, rows: Rows, draw: Draw) -> Batch:
         batch = super().collate(rows, draw)
-        targets = batch.tensors["targets"].clone()
+        targets = expanded(batch)["targets"].clone()
         for row, slot in enumerate(rows.slots.tolist()):
             targets[row, slot % 7 + 1 :] = IGNORE
             if slot < draw.batch_rows // 3:
                 targets[row] = IGNORE
         count = int((targets != IGNORE).sum())
-        return Batch({**batch.tensors, "targets": targets}, {"loss": count}, rows=batch.rows, tokens=batch.tokens)
+        return Batch({**expanded(batch), "targets": targets}, {"loss": count}, rows=batch.rows, tokens=batch.tokens)
 
 
 @dataclass(frozen=True)

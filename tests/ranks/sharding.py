@@ -16,7 +16,7 @@ from lockstep.engine.build import Assembled, assemble, plan
 from lockstep.engine.resume import ResumePoint
 from lockstep.engine.state import digest
 from lockstep.engine.train import rehearse
-from lockstep.objectives.causal import Causal
+from lockstep.objectives.causal import Causal, expanded
 from lockstep.rundir import RunDir
 from lockstep.runtime.group import Group
 from lockstep.runtime.signals import StopRequest
@@ -49,13 +49,13 @@ class Odd(Causal):
 
     def collate(self, rows: Rows, draw: Draw) -> Batch:
         batch = super().collate(rows, draw)
-        targets = batch.tensors["targets"].clone()
+        targets = expanded(batch)["targets"].clone()
         for row, slot in enumerate(rows.slots.tolist()):
             targets[row, 1 + slot % 7 :] = IGNORE
             if slot >= ROWS // 2:  # the second rank of two, and more ranks of more
                 targets[row] = IGNORE
         count = int((targets != IGNORE).sum())
-        return Batch({**batch.tensors, "targets": targets}, {"loss": count}, rows=batch.rows, tokens=batch.tokens)
+        return Batch({**expanded(batch), "targets": targets}, {"loss": count}, rows=batch.rows, tokens=batch.tokens)
 
 
 def assembled(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.contracts import Batch, Draw, Rows
-from lockstep.objectives.causal import Causal
+from lockstep.objectives.causal import Causal, expanded
 from lockstep.sources import synthetic
 from tests.gates.training import run
 
@@ -55,9 +55,9 @@ def test_two_ahead_labels_miss_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def shifted_twice(self: Causal, rows: Rows, draw: Draw) -> Batch:
         batch = right(self, rows, draw)
-        targets = batch.tensors["targets"].roll(-1, dims=1)
+        targets = expanded(batch)["targets"].roll(-1, dims=1)
         targets[:, -1] = -100
-        return Batch({**batch.tensors, "targets": targets}, batch.weights, batch.rows, batch.tokens)
+        return Batch({**expanded(batch), "targets": targets}, batch.weights, batch.rows, batch.tokens)
 
     monkeypatch.setattr(Causal, "collate", shifted_twice)
     assert validation_loss(tmp_path, 300) > synthetic.entropy() + 0.03

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.data.options import DataOptions
@@ -20,6 +23,12 @@ def write(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def saved(ids: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, ids)
+    return out.getvalue()
 
 
 def read(path: Path | str, column: str | None = None) -> list[str]:
@@ -134,6 +143,13 @@ def test_half_a_surrogate_pair_becomes_encodable(tmp_path: Path) -> None:
         ("a.json", '[\n"x",\n]', "a.json", "line 3"),
         ("a.txt", b"caf\xe9 au lait", "a.txt", "not UTF-8: byte 0xe9"),
         ("a.parquet", "not parquet at all", "a.parquet", "parquet"),
+        ("a.csv", 'id,text\n1,"open\n', "a.csv:", "not CSV"),
+        ("a.npy", saved(np.array([1.5])), "a.npy", "float64"),
+        ("a.npy", saved(np.array([[1, 2], [3, -100]])), "a.npy: record 1", "-100 is no token id"),
+        ("a.npy", saved(np.zeros((2, 2, 2), int)), "a.npy", "(2, 2, 2)"),
+        ("a.npy", "not an array", "a.npy", "not a readable .npy"),
+        ("a.txt.gz", gzip.compress(b"caf\xe9"), "a.txt.gz", "not UTF-8"),
+        ("a.jsonl", '{"text": ["a", 1]}', "a.jsonl:1", "it holds int"),
     ],
 )
 def test_bad_content_is_named_exactly(tmp_path: Path, name: str, content: str | bytes, where: str, what: str) -> None:
@@ -143,6 +159,7 @@ def test_bad_content_is_named_exactly(tmp_path: Path, name: str, content: str | 
     assert caught.value.exit_code == ExitCode.DATA
     assert where in caught.value.where
     assert what in caught.value.what
+    assert caught.value.hint
 
 
 def test_a_named_field_that_is_missing(tmp_path: Path) -> None:
@@ -252,6 +269,21 @@ def test_a_large_file_is_read_again_only_when_it_changed(tmp_path: Path, monkeyp
     write(tmp_path / "memo.json", "garbage")
     source.fingerprint()
     assert hashed == ["a.txt"] * 4
+
+
+def test_an_edit_that_keeps_size_and_time_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `touch -r` and some copying programs leave a file."""
+    monkeypatch.setattr(module, "MEMO_BYTES", 1)
+    path = write(tmp_path / "a.txt", "text")
+    os.utime(path, (1, 1))
+    source = TextSource(str(path), memo=tmp_path / "memo.json")
+    first, before = source.fingerprint(), path.stat()
+    assert (tmp_path / "memo.json").is_file()
+    while (after := path.stat()).st_ctime_ns == before.st_ctime_ns:  # that clock ticks every few milliseconds
+        write(path, "next")
+        os.utime(path, (1, 1))
+    assert (after.st_size, after.st_mtime, after.st_ino) == (4, 1, before.st_ino)
+    assert source.fingerprint() != first
 
 
 @pytest.mark.parametrize("shape", ["[]", "{}", "3", "null", '"x"', "[[1, 2, 3]]", "[null, null]", '[[], "", 1]'])

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.data import cache
 from lockstep.data.options import DataOptions
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError, OutputError
 from lockstep.sources import text as module
@@ -179,6 +180,42 @@ def test_what_is_piped_in_becomes_a_file(tmp_path: Path, content: bytes, suffix:
     assert len(list(TextSource(str(path)).documents())) == max(1, content.count(b'{"'))
 
 
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize(
+    ("content", "suffix", "held"),
+    [(b"BZhere\xc3\xa4 is text.\n", "txt", "BZhere\u00e4 is text.\n"), (b'\n{"text": "one"}\n', "jsonl", "one")],
+)
+def test_what_is_piped_in_packed_is_called_so(
+    tmp_path: Path, content: bytes, suffix: str, held: str, packing: str
+) -> None:
+    path = spool(io.BytesIO(pack(content, packing)), tmp_path)
+    assert path.name.endswith(f".{suffix}.{packing}")
+    assert list(TextSource(str(path)).documents()) == [held]
+    assert cache.LOOSE.fullmatch(path.name)  # so that clearing the cache takes it along
+    assert spool(io.BytesIO(content), tmp_path).suffix == f".{suffix}"
+    for blank in (b"", b" \n"):
+        with pytest.raises(ConfigError, match="nothing was piped in"):
+            spool(io.BytesIO(pack(blank, packing)), tmp_path)
+
+
+def test_a_damaged_archive_piped_in_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"damaged or incomplete \.gz"):
+        spool(io.BytesIO(pack(b"Some text. " * 99, "gz")[:12]), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_that_is_gone_has_to_be_piped_in_again(tmp_path: Path) -> None:
+    for content in (b"Some text.", pack(b'{"text": "one"}', "gz")):
+        path = spool(io.BytesIO(content), tmp_path)
+        path.unlink()
+        with pytest.raises(NotFoundError, match="came through a pipe") as caught:
+            TextSource(str(path))
+        assert caught.value.where == str(path)
+        assert "cat FILE | lockstep train ... --data-path -" in caught.value.hint
+    with pytest.raises(NotFoundError, match="no such file"):
+        find_files(str(tmp_path / "stdin-notes.txt"))
+
+
 def test_blanks_before_the_first_character_may_be_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COPY_BYTES", 4)
     assert spool(io.BytesIO(b" " * 99 + b'{"text": "one"}'), tmp_path).suffix == ".jsonl"
@@ -189,6 +226,7 @@ def test_nothing_piped_in_is_a_mistake_of_the_command(tmp_path: Path, content: b
     with pytest.raises(ConfigError, match="nothing was piped in") as caught:
         spool(io.BytesIO(content), tmp_path)
     assert caught.value.exit_code == ExitCode.USAGE
+    assert "--data-path -" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
 

@@ -132,7 +132,7 @@ def _setting(path: Path, field: dict[str, Any]) -> Setting:
         role=field.get("role", ""),
         unit=field.get("unit", ""),
         default=field.get("default"),
-        expected=" or ".join(_words(choice) for choice in choices),
+        expected=" or ".join([*(_words(choice) for choice in choices), *field.get("examples", [])]),
         types=frozenset(types),
         words=tuple(words),
         secret=any(choice.get("writeOnly", False) for choice in choices),

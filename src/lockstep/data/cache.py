@@ -6,8 +6,8 @@
         tokenizer.json  tokenizer_config.json
         train/  validation/     rows.json, and one <column>.npy of shape (rows, width) per column
     <key>.lock                  held while building; the kernel frees it with its process
-    <key>.builder               who holds it and how far that one is, for those who wait
-    <key>.checked               size, time and sampled hash of each file when its whole content was last checked
+    <key>.builder               who holds it and how far that one is, for those who wait; touched as work goes on
+    <key>.checked               size, times and sampled hash of each file when its whole content was last found good
     <key>.chunks/ .stream.*     the rest of a stream (data/stream.py)
 
 The content is a pure function of the key, so building twice gives the same bytes. A ragged column fits in beside the
@@ -24,9 +24,8 @@ import logging
 import os
 import re
 import shutil
-import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,8 +33,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from filelock import FileLock, Timeout
 
+from lockstep.data.builders import building, read_json
 from lockstep.data.order import Order
-from lockstep.errors import DataError, OutputError
+from lockstep.errors import DataError, LockstepError, OutputError
 from lockstep.rundir import MANIFEST, io_error, publishing, verify, write_json
 
 if TYPE_CHECKING:
@@ -43,24 +43,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 KEY_LENGTH = 40  # longer than the md5 names of other people's caches
 KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
-BESIDE = r"(\.lock|\.builder|\.checked|\.chunks|\.stream\.lock|\.stream\.json)?(\.tmp-[\w-]+)?"
+BESIDE = r"(\.lock|\.builder|\.checked|\.chunks|\.stream\.lock|\.stream\.json|\.readers\.lock)?(\.tmp-[\w-]+)?"
 OURS = re.compile(rf"{KEY.pattern}(?P<beside>{BESIDE})")
 SPLITS = ("train", "validation")
 REQUIRED = ("meta.json", "tokenizer.json", *(f"{split}/rows.json" for split in SPLITS))
 MEMO = "lockstep-hashes.json"  # hashes of large source files, kept by the sources
-LOOSE = re.compile(rf"{re.escape(MEMO)}|lockstep-hub\.json(\.lock)?|stdin-[0-9a-f]{{16}}\.(txt|jsonl)")  # of no one key
+PIPED = r"stdin-[0-9a-f]{16}\.(txt|jsonl)(\.(gz|bz2|xz|zst))?"
+LOOSE = re.compile(rf"{re.escape(MEMO)}|lockstep-hub\.json(\.lock)?|{PIPED}")  # of no one key
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 ALWAYS_HASHED_BYTES = 32 << 20  # caches up to this size are hashed whole on every opening: a few hundredths of a second
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096
-WAIT_MESSAGE_SECONDS = 10.0
-POLL_SECONDS = 0.1
 
 
 class Table:
     """The rows of one split: named columns of equal length, read from disk as they are touched."""
+
+    is_whole = True  # all rows are there
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -87,6 +88,11 @@ class Table:
 
     def close(self) -> None:
         """Nobody ever waits for a row of this table."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row on disk."""
+        return sum(column.itemsize * int(np.prod(column.shape[1:])) for column in self._plain.values())
 
     def take(self, ids: Array) -> dict[str, Array]:
         """Copies of some rows: column -> (n, width), in the type the objective asked for."""
@@ -163,31 +169,49 @@ def check(folder: Path, *, full: bool = False) -> None:
     Small caches are hashed whole. Of a large one whose files carry the sizes and times of the last whole check, only
     sampled blocks are read again.
     """
-    verify(folder, content=False, required=REQUIRED)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    large = sum(path.stat().st_size for path in files) > ALWAYS_HASHED_BYTES
     stamp = folder.with_name(f"{folder.name}.checked")
-    if large and not full and _read_json(stamp) == _stamp(folder, files):
-        return
+    verify(folder, content=False, required=REQUIRED)
+    try:
+        large = sum(_sizes(folder)) > ALWAYS_HASHED_BYTES
+        if large and not full and read_json(stamp) == _stamp(folder):
+            return
+    except FileNotFoundError as error:  # taken away while we looked
+        raise DataError("missing file", where=str(error.filename)) from error
+    with contextlib.suppress(OSError):  # what is found damaged now must not pass for good later
+        stamp.unlink()
     verify(folder)
     for split in SPLITS:
         Table(folder / split)
     if large:
         with contextlib.suppress(OSError):  # a read-only place: checked whole again next time
-            write_json(stamp, _stamp(folder, files))
+            write_json(stamp, _stamp(folder))
 
 
-def _stamp(folder: Path, files: list[Path]) -> dict[str, list[Any]]:
-    """Size, time and a hash of evenly spread blocks of each file."""
+def _stamp(folder: Path) -> dict[str, list[Any]]:
+    """Size, times and a hash of evenly spread blocks of each file."""
     seen: dict[str, list[Any]] = {}
-    for path in files:
+    for path in sorted(_files(folder)):
         status, sample = path.stat(), hashlib.sha256()
         with path.open("rb") as file:
             for block in range(SAMPLE_BLOCKS):
                 file.seek(max(0, status.st_size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
                 sample.update(file.read(SAMPLE_BYTES))
-        seen[path.relative_to(folder).as_posix()] = [status.st_size, status.st_mtime_ns, sample.hexdigest()]
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        seen[path.relative_to(folder).as_posix()] = [status.st_size, *times, sample.hexdigest()]
     return seen
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below a folder; what is still being written there is none."""
+    for top, folders, names in os.walk(folder):  # which passes over what vanishes meanwhile
+        folders[:] = [name for name in folders if ".tmp-" not in name]
+        yield from (Path(top, name) for name in names if ".tmp-" not in name)
+
+
+def _sizes(*folders: Path) -> Iterator[int]:
+    for path in (path for folder in folders for path in _files(folder)):
+        with contextlib.suppress(FileNotFoundError):
+            yield path.stat().st_size
 
 
 def find(key: str, roots: Iterable[Path], *, level: int = logging.WARNING) -> tuple[Path | None, str]:
@@ -218,79 +242,30 @@ def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) ->
         if found:
             return found, False
         root.mkdir(parents=True, exist_ok=True)
-        with _building(root, key):
+        with building(root, key) as alive:
             found, _ = find(key, [root], level=logging.DEBUG)
             if found:  # built while we waited
                 return found, False
             for leftover in root.glob(f"{key}.tmp-*"):  # of a builder that died: we hold its lock
                 shutil.rmtree(leftover, ignore_errors=True)
             (root / f"{key}.builder.tmp-note").unlink(missing_ok=True)
-            with publishing(root / key) as folder:
+            with publishing(root / key, alive) as folder:
                 build(folder)
             check(root / key, full=True)
     except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise io_error(error, root, doing="building the dataset cache") from error
         what = f"the dataset cache is damaged ({damage}) and" if damage else "the dataset cache"
-        raise OutputError(
-            f"{what} cannot be written: {error.strerror or error}",
-            where=str(root),
-            hint="data.cache_dir=DIR or DATASET_CACHE_DIR=DIR, a folder you can write to",
+        hint = "data.cache_dir=DIR or DATASET_CACHE_DIR=DIR, a folder you can write to"
+        raise _refused(
+            error, root, what=f"{what} cannot be written", doing="building the dataset cache", hint=hint
         ) from error
     return root / key, True
 
 
-@contextlib.contextmanager
-def _building(root: Path, key: str) -> Generator[None]:
-    """Hold the lock of a key, saying meanwhile who else holds it."""
-    lock, builder = FileLock(root / f"{key}.lock"), root / f"{key}.builder"
-    told = -WAIT_MESSAGE_SECONDS
-    while True:
-        try:
-            lock.acquire(timeout=0)
-            break
-        except Timeout:
-            if time.monotonic() - told >= WAIT_MESSAGE_SECONDS:
-                told = time.monotonic()
-                who, how_far = _read_builder(builder)
-                logger.info("[Cache] waiting for %s, who is building %s%s", who, root / key, how_far)
-            time.sleep(POLL_SECONDS)
-    try:
-        write_json(builder, {"pid": os.getpid(), "host": socket.gethostname()})
-        yield
-    finally:
-        builder.unlink(missing_ok=True)
-        lock.release()
-
-
-def note_progress(folder: Path, progress: str) -> None:
-    """Tell those who wait for a folder that is being filled how far it is. Nobody's build fails for want of a note."""
-    key, _, staged = folder.name.partition(".tmp-")
-    if staged:
-        builder = folder.with_name(f"{key}.builder")
-        temporary = builder.with_name(f"{builder.name}.tmp-note")
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "progress": progress}
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(note) + "\n", encoding="utf-8")
-            temporary.replace(builder)
-
-
-def _read_builder(path: Path) -> tuple[str, str]:
-    """Who builds, and how far it is."""
-    found = _read_json(path)
-    if not found:
-        return "another process", ""
-    progress = found.get("progress", "")
-    return f"process {found.get('pid')} on {found.get('host')}", f" ({progress})" if progress else ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if there is none to be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+def _refused(error: OSError, root: Path, *, what: str, doing: str, hint: str) -> LockstepError:
+    """An OSError as a user should read it: a place that may only be read has its own words."""
+    if error.errno not in READ_ONLY:
+        return io_error(error, root, doing=doing)
+    return OutputError(f"{what}: {error.strerror or error}", where=str(root), hint=hint)
 
 
 @dataclass(frozen=True)
@@ -319,18 +294,27 @@ class Entry:
 
 def entries(root: Path) -> list[Entry]:
     """The caches in a folder, unfinished streams among them, newest first."""
-    found: list[Entry] = []
     names = {
         path.name.removesuffix(".chunks") for path in (root.iterdir() if root.is_dir() else ()) if _is_folder(path)
     }
-    for key in sorted(name for name in names if KEY.fullmatch(name)):
-        folder, rest = root / key, root / f"{key}.chunks"
-        files = [path for part in (folder, rest) if _is_folder(part) for path in part.rglob("*")]
-        size = sum(path.stat().st_size for path in files if path.is_file())
-        age = time.time() - max(part.stat().st_mtime for part in (folder, rest) if _is_folder(part))
-        chunks = tuple(_read_json(path) for path in sorted(rest.glob("*/chunk.json")))
-        found.append(Entry(key, folder, size, max(0.0, age), _read_json(folder / "meta.json"), chunks))
-    return sorted(found, key=lambda entry: entry.age_seconds)
+    found = (_entry(root / name) for name in names if KEY.fullmatch(name))
+    return sorted((entry for entry in found if entry), key=lambda entry: (entry.age_seconds, entry.key))
+
+
+def _entry(folder: Path) -> Entry | None:
+    """What there is of one cache; None if it was taken away while we looked."""
+    rest = folder.with_name(f"{folder.name}.chunks")
+    parts = [part for part in (folder, rest) if _is_folder(part)]
+    changed: list[float] = []
+    for part in parts:
+        with contextlib.suppress(FileNotFoundError):
+            changed.append(part.stat().st_mtime)
+    if not changed:
+        return None
+    numbered = {path.relative_to(rest).parts[0] for path in _files(rest)} if rest in parts else set[str]()
+    chunks = tuple(read_json(rest / name / "chunk.json") for name in sorted(numbered))
+    age = max(0.0, time.time() - max(changed))
+    return Entry(folder.name, folder, sum(_sizes(*parts)), age, read_json(folder / "meta.json"), chunks)
 
 
 def _is_folder(path: Path) -> bool:
@@ -339,17 +323,29 @@ def _is_folder(path: Path) -> bool:
 
 def clean(root: Path) -> list[str]:
     """Remove every cache in a folder and what belongs to it, nothing else; one being built or streamed stays."""
-    ours = [path for path in (root.iterdir() if root.is_dir() else ()) if _is_ours(path)]
+    try:
+        return _cleaned(root)
+    except OSError as error:
+        hint = f"as the owner of {root}"
+        what, doing = "the dataset cache cannot be removed", "removing the dataset cache"
+        raise _refused(error, root, what=what, doing=doing, hint=hint) from error
+
+
+def _cleaned(root: Path) -> list[str]:
+    here = sorted(root.iterdir()) if root.is_dir() else []
+    ours = [path for path in here if _is_ours(path)]
     removed: list[str] = []
+    busy = False
     for key in sorted({path.name[:KEY_LENGTH] for path in ours}):
-        locks = [FileLock(root / f"{key}{suffix}") for suffix in (".lock", ".stream.lock")]
+        locks = [FileLock(root / f"{key}{suffix}") for suffix in (".lock", ".stream.lock", ".readers.lock")]
         try:
             for lock in locks:
                 lock.acquire(timeout=0)
         except Timeout:
+            busy = True
             continue
         else:
-            for path in sorted(path for path in ours if path.name.startswith(key)):
+            for path in (path for path in ours if path.name.startswith(key)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
                 removed.append(path.name)
             for lock in locks:
@@ -357,9 +353,9 @@ def clean(root: Path) -> list[str]:
         finally:
             for lock in locks:
                 lock.release()
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        if LOOSE.fullmatch(path.name) and path.is_file():
-            path.unlink()
+    for path in here:
+        if LOOSE.fullmatch(path.name) and path.is_file() and not (busy and re.fullmatch(PIPED, path.name)):
+            path.unlink(missing_ok=True)  # what was spooled may be what somebody is reading now
             removed.append(path.name)
     return removed
 

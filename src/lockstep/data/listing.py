@@ -69,6 +69,6 @@ def _damage(entry: Entry) -> str:
         check(entry.folder, full=True)
         for number in range(1, len(entry.chunks) + 1):
             check_chunk(entry.folder, number)
-    except LockstepError as error:
-        return str(error)
+    except (LockstepError, OSError) as error:
+        return str(error) if entry.folder.exists() or entry.chunks else ""  # taken away meanwhile: not damaged
     return ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,47 @@ from lockstep.contracts import Batch, Draw, Objective, Rows
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from lockstep.contracts import Array
     from lockstep.data.cache import Table
-    from lockstep.data.order import Order
-    from lockstep.data.stream import StreamOrder, StreamTable
+    from lockstep.data.stream import StreamTable
+
+WINDOW_BYTES = 1 << 20  # of rows on disk: what is fetched together should still lie near when it is used
+
+
+class Window:
+    """The rows of some steps of one thread, fetched together: among many a row costs half as much.
+
+    A table that still grows is read step by step: nobody waits for rows that are not needed yet.
+    """
+
+    def __init__(self, table: Table | StreamTable, seed: int, *, slots: slice, batch_rows: int, stride: int) -> None:
+        """`slots` of each global batch of `batch_rows` rows, in every `stride`-th step."""
+        self.table, self.order = table, table.order(seed)
+        self._slots, self._batch_rows, self._stride = slots, batch_rows, stride
+        self._rows = slots.stop - slots.start
+        self._count = max(1, WINDOW_BYTES // (self._rows * table.row_bytes)) if table.is_whole else 1
+        self._first, self._after = 0, 0  # steps that were fetched
+        self._ids = self._epochs = np.empty(0, np.int64)
+        self._columns: Mapping[str, Array] = {}
+
+    def at(self, step: int) -> tuple[Array, Array, dict[str, Array]]:
+        """Row ids, epochs and columns of a step."""
+        if not self._first <= step < self._after:
+            self._fetch(step)
+        first = (step - self._first) // self._stride * self._rows
+        part = slice(first, first + self._rows)
+        return self._ids[part], self._epochs[part], {name: column[part] for name, column in self._columns.items()}
+
+    def _fetch(self, step: int) -> None:
+        rows, shape = self._batch_rows, (self._count, self._stride, self._batch_rows)
+        if self._count == 1:
+            ids, epochs = self.order.at(step * rows + self._slots.start, self._rows)
+        else:
+            everything = self.order.at(step * rows, self._count * self._stride * rows)
+            ids, epochs = (each.reshape(shape)[:, 0, self._slots].reshape(-1) for each in everything)
+        self._columns = self.table.take(ids)
+        self._ids, self._epochs = ids, epochs
+        self._first, self._after = step, step + self._count * self._stride
 
 
 @dataclass
@@ -46,10 +84,11 @@ class Loader:
 
     def __post_init__(self) -> None:
         self._step = self.start_step
-        self._order = self.table.order(self.seed)
         own = self.micro_rows * self.micro_batches
         self.batch_rows = self.world * own  # of the global batch of a step
-        self._slots = (self.rank * own + np.arange(own)).reshape(self.micro_batches, self.micro_rows)
+        self._slots = self.rank * own + np.arange(own)
+        self._parts = [slice(first, first + self.micro_rows) for first in range(0, own, self.micro_rows)]
+        self._window = self._new_window()
         self._stop = threading.Event()
         self._ready = [queue.Queue[list[Batch] | BaseException](self.prefetch) for _ in range(self.workers)]
         self._threads = [
@@ -66,7 +105,7 @@ class Loader:
         """The micro-batches of the next step. What went wrong for a step is raised at that step."""
         assert not self._stop.is_set(), "the loader is closed"
         if not self.workers:
-            made = self._attempt(self._order, self._step)
+            made = self._attempt(self._window, self._step)
         else:
             made = self._ready[(self._step - self.start_step) % self.workers].get()
         if isinstance(made, BaseException):
@@ -75,17 +114,19 @@ class Loader:
         self._step += 1
         return made
 
-    def batches(self, order: Order | StreamOrder, step: int) -> list[Batch]:
+    def batches(self, window: Window, step: int) -> list[Batch]:
         """This rank's micro-batches of one step: micro-batch m of all holds slots m * micro_rows and following."""
-        ids, epochs = order.at(step * self.batch_rows + int(self._slots[0, 0]), self._slots.size)
         draw = Draw(self.seed, step, self.batch_rows)
-        made: list[Batch] = []
-        for index, slots in enumerate(self._slots):
-            part = slice(index * self.micro_rows, (index + 1) * self.micro_rows)
-            rows = Rows(ids[part], epochs[part], slots, self.table.take(ids[part]))
-            batch = self.objective.collate(rows, draw)
-            made.append(batch.pin() if self.pin else batch)
-        return made
+        ids, epochs, columns = window.at(step)
+        if self.micro_batches == 1:
+            made = [self.objective.collate(Rows(ids, epochs, self._slots, columns), draw)]
+        else:
+            made = [self._micro_batch(part, ids, epochs, columns, draw) for part in self._parts]
+        return [batch.pin() for batch in made] if self.pin else made
+
+    def _micro_batch(self, part: slice, ids: Array, epochs: Array, columns: Mapping[str, Array], draw: Draw) -> Batch:
+        taken = {name: column[part] for name, column in columns.items()}
+        return self.objective.collate(Rows(ids[part], epochs[part], self._slots[part], taken), draw)
 
     def close(self) -> None:
         """End the workers. Each puts at most one more step, for which emptying its queue makes room."""
@@ -103,20 +144,25 @@ class Loader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _attempt(self, order: Order | StreamOrder, step: int) -> list[Batch] | BaseException:
+    def _new_window(self) -> Window:
+        """For one thread."""
+        own = self.micro_rows * self.micro_batches
+        slots, stride = slice(self.rank * own, (self.rank + 1) * own), max(1, self.workers)
+        return Window(self.table, self.seed, slots=slots, batch_rows=self.batch_rows, stride=stride)
+
+    def _attempt(self, window: Window, step: int) -> list[Batch] | BaseException:
         """A step, or why there is none."""
         try:
-            return self.batches(order, step)
+            return self.batches(window, step)
         except BaseException as error:
             error.add_note(f"while preparing the batch of step {step}")
             return error
 
     def _work(self, index: int) -> None:
         """One worker: every `workers`-th step until the loader is closed or a step fails."""
-        order = self.table.order(self.seed)  # of its own: an Order keeps a window
-        step = self.start_step + index
+        window, step = self._new_window(), self.start_step + index
         while not self._stop.is_set():
-            made = self._attempt(order, step)
+            made = self._attempt(window, step)
             self._ready[index].put(made)
             if isinstance(made, BaseException):
                 return

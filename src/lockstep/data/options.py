@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from decimal import Decimal, InvalidOperation
+import re
+from decimal import Decimal
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
@@ -10,19 +11,19 @@ from pydantic import BeforeValidator, Field, SecretStr
 from lockstep.config.section import Section, setting
 
 SUFFIXES = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+COUNT = re.compile(r"(\d{1,20}(_\d{1,20}){0,9}|\d{1,3}(,\d{3}){1,9})(\.\d{1,20})?[kmb]?", re.ASCII)
 
 
 def count(value: object) -> object:
     """500k, 1.5M or 1_000_000 as a number; what is none of these is left to be refused."""
     if not isinstance(value, str):
         return value
-    text = value.strip().lower().replace(",", "_")
-    scale = SUFFIXES.get(text[-1:], 1)
-    try:
-        exact = Decimal(text[:-1] if scale > 1 else text) * scale
-        return int(exact) if exact == exact.to_integral_value() else value
-    except (InvalidOperation, OverflowError, ValueError):
+    text = value.strip().lower()
+    if not COUNT.fullmatch(text):
         return value
+    scale = SUFFIXES.get(text[-1:], 1)
+    exact = Decimal((text[:-1] if scale > 1 else text).replace(",", "_")) * scale
+    return int(exact) if exact == exact.to_integral_value() else value
 
 
 class DataOptions(Section):
@@ -43,7 +44,7 @@ class DataOptions(Section):
     )
     streaming: bool = setting(False, "Train on the first part of the text while the rest is still being fetched.")
     max_train_samples: Annotated[int, BeforeValidator(count)] = setting(
-        500_000, "Documents used at most, before the split; also 500k, 1.5M.", ge=2, le=1 << 40
+        500_000, "Documents used at most, before the split; also 500k, 1.5M.", ge=2, le=1 << 40, examples=["500k"]
     )
     min_words: int = setting(0, "Documents of fewer words are left out.", unit="words", ge=0, le=1 << 20)
     documents: Literal["joined", "separated", "masked"] = setting(

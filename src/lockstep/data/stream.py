@@ -7,6 +7,7 @@
         rows/                     rows.json, and one <column>.npy per column
     <key>.stream.lock             held by whoever adds chunks
     <key>.stream.json             how far that one is
+    <key>.readers.lock            shared by all runs that read it
 
 A chunk is a pure function of the key and its number, so where the last one ends is the whole state of a stream. Row ids
 count over all chunks. Position p of an epoch lies in the chunk that holds row p, and is permuted inside it with a key
@@ -15,10 +16,12 @@ made of (seed, epoch, chunk): how many chunks there are, who reads them and how 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -80,6 +83,16 @@ def chunk_folder(base: Path, number: int) -> Path:
     return chunks_folder(base) / f"{number:06d}"
 
 
+@contextlib.contextmanager
+def reading(base: Path) -> Generator[None]:
+    """Nobody clears a stream away (cache.clean) while somebody reads it: its chunks are opened one after another."""
+    path = base.with_name(f"{base.name}.readers.lock")
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # a place we cannot write to
+            fcntl.flock(opened.enter_context(path.open("a+b")), fcntl.LOCK_SH)
+        yield
+
+
 def read_head(base: Path) -> Chunk:
     """Chunk 0, as the cache describes it."""
     meta = base / "meta.json"
@@ -109,6 +122,9 @@ def _vouched(_number: int) -> bool:
 
 class StreamTable:
     """The rows of a stream, those that are there so far; who asks for others waits for them. Threads may share it."""
+
+    is_whole = False  # rows may still come
+    row_bytes = 1
 
     def __init__(self, base: Path) -> None:
         self.base = base

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from array import array
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lockstep.errors import DataError, NotFoundError
+from lockstep.runtime.signals import UNSTOPPABLE
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array
@@ -94,6 +96,35 @@ def _byte_level(model: models.Model) -> Tokenizer:
     return tokenizer
 
 
+def _train(tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str]) -> None:
+    """Train in a thread of its own: the call may take half a minute, and a signal is only heard outside of it."""
+    failures: list[BaseException] = []
+    done, given_up = threading.Event(), threading.Event()
+
+    def wanted() -> Iterator[str]:
+        for text in texts:
+            if given_up.is_set():
+                return
+            yield text
+
+    def work() -> None:
+        try:
+            tokenizer.train_from_iterator(wanted(), trainer)
+        except BaseException as error:  # the caller's, whatever it is
+            failures.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, name=UNSTOPPABLE, daemon=True).start()
+    try:
+        done.wait()
+    except BaseException:
+        given_up.set()
+        raise
+    if failures:
+        raise failures[0]
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
     """Byte-level BPE of at most vocab_size tokens. The same texts give the same tokenizer."""
     assert vocab_size >= MIN_BPE_VOCAB
@@ -105,7 +136,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    _train(tokenizer, trainer, texts)
     return TokenizerFile(tokenizer, separator=SEPARATOR)
 
 
@@ -139,7 +170,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
         continuing_subword_prefix=CONTINUED,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    _train(tokenizer, trainer, texts)
     found = tokenizer.get_vocab()
     kept = [piece for piece in sorted(found, key=found.__getitem__) if piece not in inner]
     assert kept[: len(alphabet)] == alphabet
@@ -157,7 +188,7 @@ def train_words(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
     assert vocab_size >= MIN_WORD_VOCAB
     tokenizer = _bert_like(models.WordLevel(unk_token=SPECIALS["unk_token"]), over_bytes=False)
     trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=[*SPECIALS.values()], show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
+    _train(tokenizer, trainer, texts)
     return _finished(tokenizer)
 
 

@@ -23,7 +23,7 @@ from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.council import Council
 from lockstep.engine.feed import Feed
 from lockstep.engine.parts import Parts
-from lockstep.engine.prepare import Prepared, prepare
+from lockstep.engine.prepare import Prepared, check_same, prepare
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import ConfigError
@@ -32,7 +32,7 @@ from lockstep.models.build import Built
 from lockstep.models.build import build as build_model
 from lockstep.models.shapes import LlamaShape
 from lockstep.rundir import RunDir
-from lockstep.runtime import env, faults, precision
+from lockstep.runtime import env, faults, hub, precision
 from lockstep.runtime.group import Group
 from lockstep.runtime.hardware import device_name, peak_flops
 from lockstep.runtime.marks import Marks, NoMarks
@@ -78,7 +78,7 @@ def make_objective(config: RunConfig) -> Objective:
 
 def hub_token(config: RunConfig) -> str | None:
     """The token that was given by flag or file; the one in the environment the hub's own client finds."""
-    return config.data.hf_token.get_secret_value() if config.data.hf_token else None
+    return hub.token_of(config.data.hf_token)
 
 
 def describe(plan: Plan, data_key: str, *, world: int = 1) -> dict[str, Any]:
@@ -135,6 +135,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     everyone, link = group or Group(), link or NoMarks()
     group = Group() if config.system.mode == "replicas" else everyone  # replicas train alone and are compared later
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
+    check_same(prepared.key, everyone)
     link.enter("start")
     about = describe(plan, prepared.key, world=group.world)
     stepper, built = make_stepper(plan, group, link)
@@ -169,7 +170,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         stop=stop,
         faults=stepper.faults,
         about=about,
-        rows=prepared.train.epoch_rows,
+        table=prepared.train,
         flops_per_token=plan.shape.flops_per_token(options.context_length),
         peak_flops=(peak_flops(plan.device, options.precision) or 0) * group.world or None,
         council=stepper.council,

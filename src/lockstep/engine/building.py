@@ -16,9 +16,10 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep import __version__
-from lockstep.data.cache import note_progress, write_table
-from lockstep.engine.encoding import encoded_in_order, length_of, too_large
-from lockstep.engine.headway import Headway
+from lockstep.data.builders import note_progress
+from lockstep.data.cache import write_table
+from lockstep.engine.encoding import encoded_in_order, length_of, pieces_of, too_large
+from lockstep.engine.headway import Headway, counted
 from lockstep.errors import DataError
 from lockstep.runtime import env
 
@@ -31,7 +32,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BPE_CHARACTERS = 64 << 20  # of the training split; more text does not make a better tokenizer, only a later one
+BPE_PIECE_CHARACTERS = 1 << 16  # the library takes many times as much for each text while it counts words
+HASHED_CHARACTERS = 1 << 20
 SPLITS = ("train", "validation")
+
+
+class TooLittleText(DataError):
+    """Not enough for a row of each split."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +175,14 @@ class Builder:
             rows["validation"] = self.write_rows(folder / "validation", _put_aside(later), tokenizer)
         return rows, tokens
 
-    def _too_little(self, name: str, documents: int, tokens: int) -> DataError:
+    def _too_little(self, name: str, documents: int, tokens: int) -> TooLittleText:
         need = self.config.training.context_length + 1
         smaller = (
             f"training.context_length={max(1, tokens - 1)} or less" if tokens > 1 else "data.data_path with more text"
         )
         other = "data.validation_fraction with more" if name == "validation" else "more text"
-        return DataError(
-            f"too little text for one {name} row: {documents} documents give {tokens} tokens, a row takes {need}",
+        return TooLittleText(
+            f"too little text for one {name} row: {counted(documents)} give {tokens} tokens, a row takes {need}",
             where=f"dataset {self.source.name}",
             hint=f"{smaller}, or {other}",
         )
@@ -204,8 +211,8 @@ class Split:
         hashes = np.fromiter(hashed(), np.uint64)
         different = np.unique(hashes)
         if len(different) < 2:
-            raise DataError(
-                f"{len(hashes)} documents, {len(different)} of them different: too few to keep one for validation",
+            raise TooLittleText(
+                f"{counted(len(hashes))}{', all alike' if len(hashes) > 1 else ''}: too few to keep one for validation",
                 where=where,
                 hint="data.data_path with more text, or a smaller data.min_words",
             )
@@ -225,22 +232,26 @@ class Split:
 
 def document_hash(document: Document) -> int:
     """64 bits of the content."""
-    content = document.encode() if isinstance(document, str) else document.astype("<u4").tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(document), HASHED_CHARACTERS):  # no second copy of a long one
+        part = document[start : start + HASHED_CHARACTERS]
+        digest.update(part.encode() if isinstance(part, str) else part.astype("<u4").tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def has_words(document: Document, least: int) -> bool:
     """Whether a text has at least so many words; of ids that cannot be said."""
-    return not isinstance(document, str) or len(document.split(maxsplit=least)) >= least
+    return not isinstance(document, str) or not least or len(document.split(maxsplit=least)) >= least
 
 
 def _limited(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Whole texts until so many characters have gone by."""
+    """Texts in short pieces, until so many characters have gone by."""
     for text in texts:
-        yield text
-        characters -= len(text)
-        if characters <= 0:
-            return
+        for piece in pieces_of(text, BPE_PIECE_CHARACTERS):
+            yield piece
+            characters -= len(piece)
+            if characters <= 0:
+                return
 
 
 def _put(file: IO[bytes], ids: Array) -> None:

@@ -23,13 +23,12 @@ from lockstep.data.tokenize import (
     train_words,
 )
 from lockstep.errors import ConfigError, DataError, NotFoundError
-from lockstep.runtime import env, hub
+from lockstep.runtime import hub, pins
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.contracts import Source
 
-OTHER_CACHE = Path("cache/datasets")  # where an earlier version of the documentation put it: read, never written
 TRAINED: Mapping[str, tuple[Callable[[Iterable[str], int], TokenizerFile], int]] = {  # how, and the fewest ids
     "builtin": (train_bpe, MIN_BPE_VOCAB),
     "wordpiece": (train_wordpiece, MIN_WORDPIECE_VOCAB),
@@ -50,13 +49,8 @@ class TokenizerChoice:
 
 
 def cache_roots(options: DataOptions) -> list[Path]:
-    """Where to look for caches; the first is written to. DATASET_CACHE_DIR moves the default, not a named folder."""
-    default = DataOptions.model_fields["cache_dir"].default
-    named = options.cache_dir if options.cache_dir != default else env.get("DATASET_CACHE_DIR")
-    try:
-        return [Path(named).expanduser()] if named else [Path(default), OTHER_CACHE]
-    except RuntimeError as error:
-        raise ConfigError(f"{named!r} is no folder: {error}", where="data.cache_dir") from error
+    """Where to look for caches; the first is written to."""
+    return pins.cache_roots(options.cache_dir)
 
 
 def key_parts(
@@ -66,7 +60,7 @@ def key_parts(
     return {
         "objective": config.objective.name,
         "columns": dict(columns),
-        "source": source.name,
+        "source": "hub" if is_of_hub(config.data.dataset_name) else source.name,  # there the content says it all
         "content": dict(source.fingerprint()),
         "tokenizer": dict(choice.spec),
         "context_length": config.training.context_length,
@@ -91,6 +85,11 @@ def choose_source(options: DataOptions) -> Source:
         )
     here = name in registry.names("sources") or is_own(name)
     return registry.load("sources", name if here else "hf", "build")(options)
+
+
+def is_of_hub(name: str) -> bool:
+    """Whether a name means one or several datasets of the hub."""
+    return name == "hf" or not (name in registry.names("sources") or is_own(name))
 
 
 def is_own(name: str) -> bool:
@@ -121,20 +120,20 @@ def choose_tokenizer(options: DataOptions, source: Source, *, model_path: str, v
         return _ready(name, ByteTokenizer(), vocab_limit)
     if path := existing(name):
         return _ready(name, load_tokenizer(path), vocab_limit)
-    return _ready(name, _from_hub(options, name), vocab_limit)
+    return _ready(name, hub_tokenizer(options, name), vocab_limit)
 
 
-def _from_hub(options: DataOptions, name: str) -> TokenizerFile:
+def hub_tokenizer(options: DataOptions, name: str) -> TokenizerFile:
     """tokenizer.json of a model on the hub, or one message. The token goes into the header and nowhere else."""
-    secret = options.hf_token.get_secret_value() if options.hf_token else env.get("HF_TOKEN")
+    token = hub.token_of(options.hf_token)
     try:
         if not hub.looks_like_id(name):
             raise NotFoundError("not a folder, not a hub id")
-        file = hub.download(name, "tokenizer.json", token=secret or None)
+        file = hub.download(name, "tokenizer.json", token=token)
         try:
             return load_tokenizer(file)
         except DataError:  # the file alone may not say what ends a text
-            hub.download(name, "tokenizer_config.json", token=secret or None)
+            hub.download(name, "tokenizer_config.json", token=token)
             return load_tokenizer(file)
     except NotFoundError as error:
         raise NotFoundError(

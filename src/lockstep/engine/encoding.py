@@ -6,10 +6,14 @@ processes, and what comes out does not depend on how many threads there are.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +24,13 @@ if TYPE_CHECKING:
     from lockstep.contracts import Array, Document
     from lockstep.data.tokenize import TokenizerFile
 
-BATCH_CHARACTERS = 1 << 18  # encoded at a time; the library takes some 30 bytes for each of them meanwhile
+BATCH_CHARACTERS = 1 << 18  # encoded at a time
+WHOLE_CHARACTERS = 1 << 20  # a longer document is encoded in pieces of
+PIECE_CHARACTERS = 1 << 18
+ROOM_CHARACTERS = 4 << 20  # encoded together by all threads: the library takes up to 170 bytes for each meanwhile
+AHEAD_CHARACTERS = 32 << 20  # held with their ids until it is their turn
 IDS_WORTH = 4  # characters that an id stands for, roughly
+LONE_BLANK, WHITE_SPACE = re.compile(r"(?<=\S) (?=\S)"), re.compile(r"\s")
 
 
 def cores() -> int:
@@ -34,14 +43,33 @@ def length_of(document: Document) -> int:
     return len(document) if isinstance(document, str) else IDS_WORTH * len(document)
 
 
+def pieces_of(text: str, characters: int) -> Iterator[str]:
+    """A text in pieces of at most so many characters, cut before a lone blank if there is one near the end.
+
+    There tokenizers cut anyway, so most give the ids of the whole text. Else any white space will do, else any place.
+    """
+    start = 0
+    while len(text) - start > characters:
+        near, end = start + max(1, characters - characters // 4), start + characters
+        kinds = (LONE_BLANK, WHITE_SPACE)
+        found = (max((match.start() for match in kind.finditer(text, near, end)), default=0) for kind in kinds)
+        cut = next(filter(None, found), end)
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
 def batches_of(documents: Iterable[Document], characters: int) -> Iterator[list[Document]]:
-    """Whole documents, about so many characters of them at a time."""
+    """Whole documents, about so many characters of them at a time; one that will be cut comes alone."""
     batch: list[Document] = []
     gathered = 0
     for document in documents:
+        if batch and length_of(document) > WHOLE_CHARACTERS:
+            yield batch
+            batch, gathered = [], 0
         batch.append(document)
         gathered += length_of(document)
-        if gathered >= characters:
+        if gathered >= min(characters, WHOLE_CHARACTERS):
             yield batch
             batch, gathered = [], 0
     if batch:
@@ -73,22 +101,79 @@ def too_large(largest: int, vocab_size: int) -> DataError:
     )
 
 
+class _Room:
+    """Space for so many characters at once, however many threads there are; a larger batch gets in alone."""
+
+    def __init__(self, characters: int) -> None:
+        self._all = self._left = characters
+        self._change = threading.Condition()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def taken(self, characters: int) -> Generator[None]:
+        wanted = min(characters, self._all)
+        with self._change:
+            self._change.wait_for(lambda: self._left >= wanted or self._closed)
+            if self._closed:
+                raise CancelledError
+            self._left -= wanted
+        try:
+            yield
+        finally:
+            with self._change:
+                self._left += wanted
+                self._change.notify_all()
+
+    def close(self) -> None:
+        """Nobody gets in any more."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A batch under work: as a whole, or the pieces of its only document."""
+
+    batch: list[Document]
+    parts: list[Future[list[Array]]]
+    characters: int
+
+    def finished(self) -> list[tuple[Document, Array]]:
+        """The documents with their ids, as soon as they are there."""
+        encoded = [part.result() for part in self.parts]
+        ids = encoded[0] if len(encoded) == 1 else [np.concatenate([array for (array,) in encoded])]
+        return list(zip(self.batch, ids, strict=True))
+
+
 def encoded_in_order(documents: Iterable[Document], tokenizer: TokenizerFile) -> Iterator[list[tuple[Document, Array]]]:
     """Batches of (document, its ids) in the order of the documents, some batches ahead of whoever takes them."""
     count = cores()
-    pool = ThreadPoolExecutor(count, thread_name_prefix="tokenise")
-    ahead: deque[tuple[list[Document], Future[list[Array]]]] = deque()
+    pool, room = ThreadPoolExecutor(count, thread_name_prefix="tokenise"), _Room(ROOM_CHARACTERS)
+
+    def work(batch: list[Document]) -> list[Array]:
+        with room.taken(sum(map(length_of, batch))):
+            return encode(tokenizer, batch)
+
+    ahead: deque[_Ahead] = deque()
     try:
         for batch in batches_of(documents, BATCH_CHARACTERS):
-            ahead.append((batch, pool.submit(encode, tokenizer, batch)))
-            if len(ahead) > 2 * count:
-                yield _finished(ahead)
+            parts = [pool.submit(work, part) for part in _parts(batch)]
+            ahead.append(_Ahead(batch, parts, sum(map(length_of, batch))))
+            while len(ahead) > 2 * count or sum(each.characters for each in ahead) > AHEAD_CHARACTERS:
+                yield ahead.popleft().finished()
         while ahead:
-            yield _finished(ahead)
+            yield ahead.popleft().finished()
     finally:
+        room.close()  # who is told to stop does not wait for more than is being encoded at this moment
         pool.shutdown(cancel_futures=True)
 
 
-def _finished(ahead: deque[tuple[list[Document], Future[list[Array]]]]) -> list[tuple[Document, Array]]:
-    batch, future = ahead.popleft()
-    return list(zip(batch, future.result(), strict=True))
+def _parts(batch: list[Document]) -> Iterator[list[Document]]:
+    """What is encoded together: the batch, or a piece of its only document."""
+    text = batch[0]
+    if len(batch) == 1 and isinstance(text, str) and len(text) > WHOLE_CHARACTERS:
+        for piece in pieces_of(text, PIECE_CHARACTERS):
+            yield [piece]
+    else:
+        yield batch

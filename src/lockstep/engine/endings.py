@@ -15,7 +15,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
 from lockstep.engine import loop
 from lockstep.engine.parts import Parts
-from lockstep.engine.present import memory_estimate
+from lockstep.engine.present import memory_estimate, resume_command
 from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped
 from lockstep.launch.link import Link
 from lockstep.models.shapes import LlamaShape
@@ -71,6 +71,14 @@ def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device, *, 
         )
     if need.total > free:
         logger.warning("This may not fit: %s; --training.batch-size 1 or --gradient-checkpointing need less", text)
+
+
+def point_to_resuming(error: BaseException, run: RunDir) -> None:
+    """How to go on, where what was done is saved: after a stop, and when only rows were missing."""
+    if isinstance(error, Stopped):
+        error.where, error.hint = str(run.root), resume_command(run)
+    elif isinstance(error, LockstepError) and error.between_steps:
+        error.hint = f"{error.hint}, then {resume_command(run)}" if error.hint else resume_command(run)
 
 
 def end_badly(

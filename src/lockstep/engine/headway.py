@@ -25,6 +25,11 @@ BAR_SECONDS = 0.1
 QUIET_SECONDS = 1.0  # what is done sooner needs no bar
 
 
+def counted(documents: int) -> str:
+    """1 document, 12,345 documents."""
+    return "1 document" if documents == 1 else f"{documents:,} documents"
+
+
 class Headway:
     """Counts what the work itself tells it; a thread of its own shows it, also while a single call takes long."""
 
@@ -60,18 +65,22 @@ class Headway:
         """The next stage."""
         self._began, self.done, self.total, self._doing = time.monotonic(), 0, total, doing
 
-    def line(self) -> str:
-        """The state of things."""
+    @property
+    def share(self) -> float:
+        """Of the work, as far as it can be said."""
+        return min(1.0, self.done / self.total) if self.total else 0.0
+
+    def line(self, *, short: bool = False) -> str:
+        """The state of things; short: so that 80 columns have room for a bar beside it."""
         seconds = max(time.monotonic() - self._began, 1e-3)
         if not self.total:
-            read = f": {self.documents:,} documents, {self.characters / 1e6:,.1f} million characters"
-            return self._doing + (read if self._doing == "Reading" else "")
-        share = min(1.0, self.done / self.total)
+            read = f": {counted(self.documents)}, {self.characters / 1e6:,.1f} million characters"
+            return self._doing + (read if self._doing == "Reading" and self.documents else "")
+        share = self.share
         eta = format_eta(seconds / share - seconds) if share > 0 else "?"
-        return " | ".join(
-            [f"{self._doing}: {100 * share:.0f} %", f"{self.tokens:,} tokens",
-             f"{self.tokens / seconds:,.0f} tokens/s", f"ETA: {eta}"]
-        )  # fmt: skip
+        made = [] if short else [f"{self.tokens:,} tokens"]
+        speed = f"{self.tokens / seconds:,.0f} tokens/s"
+        return " | ".join([f"{self._doing}: {100 * share:.0f} %", *made, speed, f"ETA: {eta}"])
 
     def _show(self) -> None:
         """The thread: notes every second, the bar ten times a second or else a line every ten."""
@@ -88,7 +97,7 @@ class Headway:
                     noted = now
                     self._note(line)
                 if terminal and now - started >= QUIET_SECONDS:
-                    terminal = self._draw(line)
+                    terminal = self._draw(self.share, self.line(short=True))
                 elif not terminal and now - told >= LINE_SECONDS:
                     told = now
                     logger.info("%s", line)
@@ -96,15 +105,14 @@ class Headway:
             if self._bar is not None:
                 self._bar.close()
 
-    def _draw(self, line: str) -> bool:
+    def _draw(self, share: float, line: str) -> bool:
         """Whether there is a terminal to draw on, and a package that draws."""
         handler = console_handler()
         try:
             if self._bar is None and handler is not None:
                 self._bar = Bar(handler.stream, 1000, counted=False)
             if self._bar is not None:
-                share = self.done / self.total if self.total else 0.0
-                self._bar.update(round(1000 * min(1.0, share)), line)
+                self._bar.update(round(1000 * share), line)
         except (ImportError, OSError):  # no rich, or the terminal is gone: lines then
             return False
         return True

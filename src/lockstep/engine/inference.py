@@ -73,7 +73,15 @@ def continue_text(
         added = objective.sample(model, ids, options)
     finally:
         model.train(was_training)
-    return prompt + tokenizer.decode([token for token in added if token != tokenizer.separator])
+    return prompt + _continuation(tokenizer, prompt, ids, [token for token in added if token != tokenizer.separator])
+
+
+def _continuation(tokenizer: Tokenizer, prompt: str, ids: list[int], added: list[int]) -> str:
+    """What was added, with the blank before it if there is one: tokenizers of words leave it out at the beginning."""
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *added])
+    if not whole.startswith(before):
+        return tokenizer.decode(added)
+    return whole[len(before) :].lstrip() if prompt[-1].isspace() and not before[-1:].isspace() else whole[len(before) :]
 
 
 def sample_run(path: Path, prompt: str, options: SampleOptions) -> str:

@@ -11,6 +11,8 @@ import torch
 
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Sink, StepRecord
+from lockstep.data.cache import Table
+from lockstep.data.stream import StreamTable
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.council import Council
 from lockstep.engine.progress import Progress
@@ -60,7 +62,7 @@ class Parts:
     stop: StopRequest
     faults: faults.Plan
     about: Mapping[str, Any]  # what a checkpoint belongs to
-    rows: int  # of the training table: one epoch
+    table: Table | StreamTable  # of the training rows
     flops_per_token: float
     peak_flops: float | None  # of all ranks together
     council: Council
@@ -71,6 +73,11 @@ class Parts:
     last: StepRecord | None = None
     val_loss: float | None = None
     pace: Pace = field(default_factory=Pace)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one epoch: of a stream not known before its end is."""
+        return self.table.epoch_rows
 
     @property
     def batch_rows(self) -> int:

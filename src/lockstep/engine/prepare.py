@@ -14,8 +14,18 @@ from lockstep.data.cache import Table, key_of, open_or_build
 from lockstep.data.stream import StreamTable
 from lockstep.data.tokenize import TokenizerFile, load_tokenizer
 from lockstep.engine.building import Builder
-from lockstep.engine.choices import TRAINED, cache_roots, choose_source, choose_tokenizer, existing, is_own, key_parts
+from lockstep.engine.choices import (
+    TRAINED,
+    cache_roots,
+    choose_source,
+    choose_tokenizer,
+    existing,
+    is_of_hub,
+    is_own,
+    key_parts,
+)
 from lockstep.engine.streaming import build_head
+from lockstep.errors import DataError
 from lockstep.models import shapes
 from lockstep.rundir import MANIFEST
 from lockstep.runtime import env, hub
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.contracts import Objective
     from lockstep.data.options import DataOptions
+    from lockstep.runtime.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +81,29 @@ def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Pre
     return Prepared(train, validation, load_tokenizer(folder), key, folder, source.name, notices)
 
 
+def check_same(key: str, group: Group) -> None:
+    """Refuse to train if the workers have prepared different data: each would learn something else, unnoticed."""
+    place = env.detect()
+    said: list[tuple[str, int]] = [(str(key), int(node)) for key, node in group.gather([key, place.node])]
+    if len({key for key, _ in said}) == 1:
+        return
+    who: dict[str, list[str]] = {}
+    for rank, (key, node) in enumerate(said):
+        who.setdefault(key, []).append(f"rank {rank} (node {node})")
+    listed = "\n".join(f"    {key}: {', '.join(ranks)}" for key, ranks in who.items())
+    error = DataError(
+        f"the workers have prepared different data:\n{listed}",
+        where="data",
+        hint="the same files under the same path on every node (also tokenizers and imdb_train.json), or a shared disk",
+    )
+    error.secondary = group.rank != 0  # one tells it for all
+    raise error
+
+
 def asks_hub(options: DataOptions) -> bool:
     """Whether the hub would have to be asked what a name stands for."""
     name, tokenizer = options.dataset_name, options.tokenizer_name
-    here = name in registry.names("sources") and name != "hf"
-    if not here and not is_own(name) and not registry.load("sources", "hf", "is_pinned")(options):
+    if is_of_hub(name) and not registry.load("sources", "hf", "is_pinned")(options):
         return True
     if tokenizer in (None, "auto", "bytes", *TRAINED) or existing(tokenizer):
         return False

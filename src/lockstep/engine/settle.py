@@ -1,4 +1,4 @@
-"""What a configuration leaves open, decided once before anything starts: `auto`, a list of datasets, stdin.
+"""What a configuration leaves open, decided once before anything starts: `auto`, a list of datasets, stdin, a commit.
 
 One process decides: the launcher for its workers (through the environment), else the first worker for all. What was
 decided stands in the run's configuration, so a run that goes on later goes on with the same text. Torch-free.
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from lockstep import registry
 from lockstep.config.given import Origin
-from lockstep.data.tokenize import load_tokenizer
-from lockstep.engine.choices import cache_roots, choose_source, existing, is_own
-from lockstep.errors import ConfigError, DataError, NotFoundError
+from lockstep.engine import predecessor
+from lockstep.engine.choices import cache_roots, choose_source, existing, hub_tokenizer, is_of_hub, is_own
+from lockstep.engine.predecessor import is_open
+from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
 from lockstep.models import shapes
 from lockstep.runtime import env, hub
 
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 Decided = Mapping[str, tuple[str | None, str]]  # setting of `data` -> its value, and the line that says why
 SETTLED = "LOCKSTEP_SETTLED"  # what a launcher has decided, for its workers
-AUTO_DATASETS = ("wikitext", "builtin")
 OWN_TEXT = "data.data_path=FILE for your own"
 
 
@@ -44,13 +44,21 @@ def decide(config: RunConfig) -> Decided:
     if options.data_path == "-":
         decided["data_path"] = (str(_from_stdin(options)), "")
         options = _with(options, decided)
-    if options.dataset_name == "auto" or "|" in options.dataset_name:
+    earlier = predecessor.find(config, options)
+    decided |= {name: (value, "") for name, value in earlier.items()}
+    options = _with(options, decided)
+    if is_open("dataset_name", options.dataset_name):
         decided["dataset_name"] = _dataset(options)
         options = _with(options, decided)
         if options.data_path is not None and options.dataset_name != "text":  # of a list in which text came later
             decided["data_path"] = (None, "")
-    tokenizer = _tokenizer(config, options.dataset_name)
-    return decided | ({"tokenizer_name": tokenizer} if tokenizer else {})
+    if is_of_hub(options.dataset_name) and "dataset_name" not in earlier:
+        pinned: str = registry.load("sources", "hf", "pinned_name")(options)
+        if pinned != options.dataset_name:
+            decided["dataset_name"] = (pinned, decided.get("dataset_name", ("", ""))[1])
+    if "tokenizer_name" not in earlier and (tokenizer := _tokenizer(config, options.dataset_name)):
+        decided["tokenizer_name"] = tokenizer
+    return decided
 
 
 def applied(config: RunConfig, decided: Decided) -> RunConfig:
@@ -59,8 +67,12 @@ def applied(config: RunConfig, decided: Decided) -> RunConfig:
 
 
 def settled(loaded: Loaded, decided: Decided) -> Loaded:
-    """The same with the reasons, each kept as the origin of its value."""
-    origins = {f"data.{name}": Origin("auto", line) for name, (_, line) in decided.items()}
+    """The same with the reasons, each kept as the origin of its value; a name that only got a commit keeps its own."""
+    origins = {
+        f"data.{name}": Origin("auto", line)
+        for name, (value, line) in decided.items()
+        if value != (was := getattr(loaded.config.data, name)) and (name != "dataset_name" or is_open(name, was))
+    }
     return replace(loaded, config=applied(loaded.config, decided), origins={**loaded.origins, **origins})
 
 
@@ -71,8 +83,7 @@ def lines(decided: Decided) -> list[str]:
 
 def for_workers(loaded: Loaded) -> dict[str, str]:
     """The environment that tells workers what was decided, so that they need not ask again."""
-    names = [key.partition(".")[2] for key, origin in loaded.origins.items() if origin.layer == "auto"]
-    return {SETTLED: json.dumps({name: getattr(loaded.config.data, name) for name in names})}
+    return {SETTLED: json.dumps({name: getattr(loaded.config.data, name) for name in predecessor.NAMES})}
 
 
 def _with(options: DataOptions, decided: Decided) -> DataOptions:
@@ -83,7 +94,9 @@ def _from_stdin(options: DataOptions) -> Path:
     """What comes through the pipe, kept as a file: it can be read only once, and rows are made of it in passes."""
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError(
-            "nothing is piped into this command", where="data.data_path -", hint="cat FILE | lockstep train ... -"
+            "nothing is piped into this command",
+            where="data.data_path -",
+            hint="cat FILE | lockstep train ... --data-path -",
         )
     folder = cache_roots(options)[0]
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +109,7 @@ def _dataset(options: DataOptions) -> tuple[str, str]:
         return _first_of([name.strip() for name in options.dataset_name.split("|")], options)
     if options.data_path is not None:
         return "text", ""
-    first, last = AUTO_DATASETS
+    first, last = predecessor.AUTO_DATASETS
     reason = registry.load("sources", "hf", "reachable")(options.model_copy(update={"dataset_name": first}))
     if not reason:
         return first, f"No dataset named: training on {first} ({OWN_TEXT})"
@@ -126,12 +139,18 @@ def _tokenizer(config: RunConfig, dataset: str) -> tuple[str, str] | None:
         return None
     if existing(f"{path}/tokenizer.json") or not hub.looks_like_id(path) or path.startswith("lockstep/"):
         return None
-    token = data.hf_token.get_secret_value() if data.hf_token else env.get("HF_TOKEN")
-    if not (reason := hub.available(path, "tokenizer.json", token=token or None)):
-        size = load_tokenizer(hub.download(path, "tokenizer.json", token=token or None)).vocab_size
-        room = shapes.resolve(config.model, context_length=config.training.context_length, token=token).vocab_size
-        if size <= room:
-            return path, ""
-        reason = f"its {size} ids do not fit model.vocab_size {room}"
+    token = hub.token_of(data.hf_token)
+    if not (reason := hub.available(path, "tokenizer.json", token=token)):
+        try:
+            size = hub_tokenizer(data, path).vocab_size
+        except ConfigError:
+            raise
+        except LockstepError as error:  # whatever it is: nobody has asked for this one
+            reason = error.what
+        else:
+            room = shapes.resolve(config.model, context_length=config.training.context_length, token=token).vocab_size
+            if size <= room:
+                return path, ""
+            reason = f"its {size} ids do not fit model.vocab_size {room}"
     trained = "a byte-level BPE trained on this text (data.tokenizer_name=FOLDER for your own)"
     return "builtin", f"No tokenizer named, none of {path} ({reason}): using {trained}"

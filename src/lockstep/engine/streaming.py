@@ -1,13 +1,15 @@
 """Streaming (`data.streaming`): the head of a text becomes a cache like every other, the rest is added in chunks.
 
-The head is the first HEAD_CHARACTERS: the tokenizer, the validation rows and chunk 0 are made of it before any worker
-starts. The chunks follow while the run trains (supply.py makes them, feed.py waits for them). Documents that equal a
-validation document are left out. Each chunk is packed for itself: what does not fill its last row is dropped.
+The head is the first HEAD_CHARACTERS, or more where that is not enough for a row of each split: the tokenizer, the
+validation rows and chunk 0 are made of it before any worker starts. The chunks follow while the run trains (supply.py
+makes them, feed.py waits for them). Documents that equal a validation document are left out. Each chunk is packed for
+itself: what does not fill its last row is dropped.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep import rundir
 from lockstep.data.stream import DESCRIPTION, ROWS, Chunk, chunk_folder
 from lockstep.data.tokenize import load_tokenizer
-from lockstep.engine.building import Builder, Split, document_hash, has_words
+from lockstep.engine.building import Builder, Split, TooLittleText, document_hash, has_words
 from lockstep.engine.choices import TokenizerChoice, cache_roots, choose_source
 from lockstep.engine.encoding import length_of
 from lockstep.errors import DataError
+from lockstep.sources.text import TextSource
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -68,6 +71,11 @@ class Part:
         self.start, self.end, self.documents, self.last = start, start, used, False
         self._reader, self._characters = reader, characters
 
+    def read_on(self, characters: int) -> Iterator[Document]:
+        """More of it, from where it ended."""
+        self._characters = characters
+        return iter(self)
+
     def __iter__(self) -> Iterator[Document]:
         reader, left = self._reader, self._characters
         while left > 0:
@@ -106,16 +114,29 @@ class Head:
         return self.source.fingerprint()
 
     def documents(self) -> Iterator[Document]:
-        if not self.kept:
-            self.kept.extend(self.part)
         return iter(self.kept)
+
+    def read_on(self, characters: int) -> None:
+        """At least so much more of the source."""
+        self.kept.extend(self.part.read_on(characters))
 
 
 def build_head(builder: Builder, folder: Path) -> None:
     """Fill a cache folder with the head of a stream: all that must be there before training can begin."""
     config = builder.config
     head = Head(builder.source, Reader(builder.source, config).part(BEGINNING, 0, HEAD_CHARACTERS), [])
-    replace(builder, source=head).build(folder)
+    characters = HEAD_CHARACTERS
+    while True:
+        head.read_on(characters)
+        try:
+            replace(builder, source=head).build(folder)
+            break
+        except TooLittleText:
+            if head.part.last:
+                raise
+            characters *= 2
+            for left in folder.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
     split = Split.of(head.documents(), config.data.validation_fraction)
     held_out = sorted({document_hash(document) for document in split.texts(head.documents(), "validation")})
     rundir.write_json(folder / HELD_OUT, held_out)
@@ -146,36 +167,47 @@ class Maker:
         objective, size = make_objective(config), self.tokenizer.vocab_size
         self.builder = Builder(config, objective, source, choice, meta["key"], size)
         self.reader = Reader(source, config)
-        self._check_source()
+        self.files = [file for _, file in source.files] if isinstance(source, TextSource) else []  # others are pinned
+        self._seen = {file: stamp(file) for file in self.files}
+        if dict(source.fingerprint()) != self.builder.parts["content"]:
+            raise self._has_changed()
 
-    def make(self, before: Chunk, beat: Callable[[], object]) -> Chunk:
+    def make(self, before: Chunk) -> Chunk:
         """Publish the chunk that follows another."""
         number = before.number + 1
         part = self.reader.part(before.end, before.documents, self._size(number))
-        with rundir.publishing(chunk_folder(self.base, number), beat) as folder:
-            rows, tokens = self._write(folder / ROWS, part, beat)
+        with rundir.publishing(chunk_folder(self.base, number)) as folder:
+            rows, tokens = self._write(folder / ROWS, part)
             chunk = Chunk(number, part.start, part.end, part.documents, rows=rows, tokens=tokens, last=part.last)
             rundir.write_json(folder / DESCRIPTION, chunk.to_json())
-            self._check_source()
+            self._check_files(chunk)
         return chunk
 
     def _size(self, number: int) -> int:
         return min(self.characters["first"] << min(number - 1, 40), self.characters["largest"])
 
-    def _write(self, folder: Path, part: Part, beat: Callable[[], object]) -> tuple[int, int]:
-        def kept() -> Iterator[Document]:
-            for document in part:
-                beat()
-                if document_hash(document) not in self.held_out:
-                    yield document
+    def _write(self, folder: Path, part: Part) -> tuple[int, int]:
+        kept = (document for document in part if document_hash(document) not in self.held_out)
+        return self.builder.write_documents(folder, kept, self.tokenizer)
 
-        return self.builder.write_documents(folder, kept(), self.tokenizer)
+    def _check_files(self, chunk: Chunk) -> None:
+        """What this chunk was read from must still be the text that the head was made of."""
+        after = len(self.files) if chunk.last else chunk.end[0] + 1
+        if any(stamp(file) != self._seen[file] for file in self.files[chunk.start[0] : after]):
+            raise self._has_changed()
 
-    def _check_source(self) -> None:
-        """What is behind the head must be the text that the head was made of."""
-        if dict(self.builder.source.fingerprint()) != self.builder.parts["content"]:
-            raise DataError(
-                "the text changed while it was being streamed",
-                where=self.builder.config.data.data_path or self.builder.source.name,
-                hint="start a new run",
-            )
+    def _has_changed(self) -> DataError:
+        return DataError(
+            "the text changed while it was being streamed",
+            where=self.builder.config.data.data_path or self.builder.source.name,
+            hint="start a new run",
+        )
+
+
+def stamp(file: Path) -> tuple[int, ...]:
+    """What changes when a file does, at no cost."""
+    try:
+        status = file.stat()
+    except OSError:  # gone
+        return ()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

@@ -15,9 +15,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +37,7 @@ from lockstep.runtime import env
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+MOST_WARNINGS = 50  # for the screen of the run; all are in the log
 SILENCE_SECONDS = 300.0  # without a sign of life of who adds chunks
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -54,22 +56,52 @@ class Job:
 
 
 class Beats:
-    """A small file that changes as long as its writer is alive; not durable, it is worth nothing after its writer."""
+    """A small file that changes as long as its writer lives and is not stopped; worth nothing after its writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.says: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "beats": 0}
-        self._written = 0.0
+        self._lock = threading.Lock()
 
     def beat(self, **says: Any) -> None:
-        """Alive. Something new is written at once, the mere fact now and then."""
-        if not says and time.monotonic() - self._written < BEAT_SECONDS:
-            return
-        self._written = time.monotonic()
-        self.says = {**self.says, **says, "beats": self.says["beats"] + 1}
-        temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
-        temporary.write_text(json.dumps(self.says), encoding="utf-8")
-        temporary.replace(self.path)
+        """Alive, and what there is to say."""
+        with self._lock:
+            self.says = {**self.says, **says, "beats": self.says["beats"] + 1}
+            temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+            temporary.write_text(json.dumps(self.says), encoding="utf-8")
+            temporary.replace(self.path)
+
+    @contextlib.contextmanager
+    def beating(self) -> Generator[None]:
+        """By a thread, as long as the block runs: a single call may take minutes (a hash, a place in a large file)."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_SECONDS):
+                with contextlib.suppress(OSError):  # the disk is full: who works meets it too
+                    self.beat()
+
+        thread = threading.Thread(target=beat, name="beats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+class Repeating(logging.Handler):
+    """Puts warnings where the run finds them, which shows them on its screen."""
+
+    def __init__(self, status: Beats) -> None:
+        super().__init__(logging.WARNING)
+        self.status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = self.status.says.get("warnings", [])
+        if record.levelno == logging.WARNING and len(said) < MOST_WARNINGS:  # errors are told at the end
+            with contextlib.suppress(OSError):
+                self.status.beat(warnings=[*said, env.redact(record.getMessage())])
 
 
 def read_beats(path: Path) -> dict[str, Any]:
@@ -111,15 +143,14 @@ def supply(job: Job, status: Beats) -> None:
     with contextlib.ExitStack() as held:
         holder: Beats | None = None
         while not chunk.last and rows < job.rows:
-            following = intact(base, chunk, status.beat, level=logging.WARNING if holder else logging.DEBUG)
+            following = intact(base, chunk, level=logging.WARNING if holder else logging.DEBUG)
             if following is None and holder is None:
-                holder = held.enter_context(holding(base, chunk, status))
+                holder = held.enter_context(holding(base, chunk))
                 continue  # it may have come while we waited
             if following is None:
                 assert holder is not None
                 maker = maker or Maker(base, from_dict(job.config))
-                beats = (status, holder)
-                following = maker.make(chunk, lambda beats=beats: [each.beat() for each in beats])
+                following = maker.make(chunk)
                 holder.beat(chunk=following.number, rows=rows + following.rows)
                 logger.info("Chunk %d: %d rows, %d so far", following.number, following.rows, rows + following.rows)
             chunk = following
@@ -128,9 +159,8 @@ def supply(job: Job, status: Beats) -> None:
     status.beat(ready=chunk.number + 1, rows=rows, done=True)
 
 
-def intact(base: Path, before: Chunk, beat: Callable[[], object], *, level: int) -> Chunk | None:
+def intact(base: Path, before: Chunk, *, level: int) -> Chunk | None:
     """The chunk that follows another; None if it is not there, or not as it should be."""
-    beat()
     try:
         found = read_chunk(base, before.number + 1)
         if found is None:
@@ -145,7 +175,7 @@ def intact(base: Path, before: Chunk, beat: Callable[[], object], *, level: int)
 
 
 @contextlib.contextmanager
-def holding(base: Path, before: Chunk, status: Beats) -> Generator[Beats]:
+def holding(base: Path, before: Chunk) -> Generator[Beats]:
     """Hold the lock of a stream; whoever holds it now may work for us meanwhile. Yields where to say how far we are."""
     lock, progress = FileLock(base.with_name(f"{base.name}.stream.lock")), base.with_name(f"{base.name}.stream.json")
     silence = Silence(progress)
@@ -154,7 +184,6 @@ def holding(base: Path, before: Chunk, status: Beats) -> Generator[Beats]:
             lock.acquire(timeout=0)
             break
         except Timeout:
-            status.beat()
             if silence.look() > SILENCE_SECONDS:
                 raise silence.error(base) from None
             time.sleep(POLL_SECONDS)
@@ -162,7 +191,8 @@ def holding(base: Path, before: Chunk, status: Beats) -> Generator[Beats]:
         rundir.sweep(chunks_folder(base))  # what a killed one has left
         beats = Beats(progress)
         beats.beat(chunk=before.number)
-        yield beats
+        with beats.beating():
+            yield beats
     finally:
         progress.unlink(missing_ok=True)
         lock.release()
@@ -196,15 +226,20 @@ def error_from_json(said: dict[str, Any]) -> LockstepError:
 def serve(job: Job) -> int:
     """The exit code of a child that does its job."""
     status = Beats(Path(job.status))
+    repeating = Repeating(status)
+    logging.getLogger("lockstep").addHandler(repeating)
     try:
         status.beat(ready=0)
-        supply(job, status)
+        with status.beating():
+            supply(job, status)
     except Exception as error:
         logger.error("%s", env.redact("".join(traceback.format_exception(error))))
         failure = as_failure(error, Path(job.base))
         with contextlib.suppress(OSError):  # the exit code says it too
             status.beat(error=error_to_json(failure))
         return int(failure.exit_code)
+    finally:
+        logging.getLogger("lockstep").removeHandler(repeating)
     return int(ExitCode.DONE)
 
 

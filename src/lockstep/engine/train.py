@@ -23,7 +23,7 @@ from lockstep.contracts import SampleOptions, Sink
 from lockstep.engine import endings, inference, loop, present, replicas, resume, settle
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
 from lockstep.engine.parts import Parts
-from lockstep.errors import ConfigError, LockstepError, OutputError, Stopped
+from lockstep.errors import ConfigError, LockstepError, OutputError
 from lockstep.launch.link import Link, attach
 from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink
@@ -204,8 +204,8 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
             explained = endings.explain(error, config, planned.device)
             if stop and is_lost_peer(error) and not isinstance(error, LockstepError):
                 explained = stop.error()  # the others were asked too, and have left
-            if isinstance(explained, Stopped) and parts and parts.progress.step:
-                explained.where, explained.hint = str(run.root), present.resume_command(run)
+            if parts and parts.progress.step:
+                endings.point_to_resuming(explained, run)
             explained.run = run.root  # pyright: ignore[reportAttributeAccessIssue] - where a crash report belongs
             if point and not parts and isinstance(explained, LockstepError):
                 sinks.clear()  # refused before it began: what the run has done so far stands as it is
@@ -336,7 +336,7 @@ def announce(
 
 def rehearse(parts: Parts, planned: Plan) -> None:
     """A step that changes nothing: out-of-memory comes now, and the first loss shows whether the model is sane."""
-    first = next(parts.batches)
+    first = parts.council.fetch(parts.batches, parts.stop)
     parts.batches = itertools.chain([first], parts.batches)
     reading = parts.stepper.rehearse(first)
     if parts.progress.step > 0 or parts.config.model.init != "random":

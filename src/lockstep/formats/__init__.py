@@ -2,15 +2,17 @@
 
 A kind offers `read(file, how, start)`: its records from number `start` on, over any binary file object with `read`
 (`.parquet` also seeks), so that a file may as well lie behind a network. A packing (`gz`, `bz2`, `xz`, `zst`) offers
-`unpack(file, where)`, the stream inside. A record may be blank, so that each kind can skip in its own cheap way; `walk`
-leaves the blank ones out.
+`unpack(file, where)`, the stream inside, and `MAGIC`, how such files begin. A record may be blank, so that each kind
+can skip in its own cheap way; `walk` leaves the blank ones out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
 from shlex import quote
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("text", "content")  # looked for when no column is named
 RECORD_BYTES = 1 << 26  # a longer line, item, field or row is refused, not gathered in memory
-MAX_CUT_CHARACTERS = 1 << 20
+MAX_CUT_CHARACTERS = 1 << 18  # the tokenizers library takes some 170 bytes a character
+MAGIC_BYTES = 16  # at the start of a file: enough to tell a packing by
 LISTED, LISTED_CHARACTERS = 20, 60  # fields in a message
 
 
@@ -50,7 +53,9 @@ class Reading:
         if isinstance(item, str):
             return _encodable(item)
         if not isinstance(item, dict):
-            raise DataError(f"text or an object was expected, got {type(item).__name__}", where=where)
+            raise DataError(
+                f"text or an object was expected, got {type(item).__name__}", where=where, hint='{"text": "..."}'
+            )
         fields = cast("dict[str, Any]", item)
         wanted = (self.column, *COLUMNS)  # these may also be null, which is no text, or a list of words
         texts = [
@@ -80,7 +85,11 @@ def joined(value: str | list[Any] | None, where: str) -> str:
         return value or ""
     for word in value:
         if not isinstance(word, str):
-            raise DataError(f"a list of words was expected, it holds {type(word).__name__}", where=where)
+            raise DataError(
+                f"a list of words was expected, it holds {type(word).__name__}",
+                where=where,
+                hint="data.text_column=NAME for another field",
+            )
     return " ".join(value)
 
 
@@ -104,6 +113,11 @@ def packings() -> tuple[str, ...]:
     return tuple(name for name in registry.names("formats") if hasattr(_module(name), "unpack"))
 
 
+def packing_of(start: bytes) -> str:
+    """The packing that the first bytes of a file tell of; "": none of ours."""
+    return next((name for name in packings() if start.startswith(_module(name).MAGIC)), "")
+
+
 def suffixes() -> str:
     """What files may be called, for messages."""
     return f"{' '.join('.' + name for name in kinds())} (also with {' '.join('.' + name for name in packings())})"
@@ -120,12 +134,13 @@ def walk(file: BinaryIO, how: Reading, start: int = 0) -> Iterator[tuple[int, Do
 
 
 def _records(file: BinaryIO, how: Reading, start: int) -> Iterator[str | Array]:
-    read = _module(how.kind.name).read
-    if not how.kind.packing:
-        yield from read(file, how, start)
-        return
-    with _module(how.kind.packing).unpack(file, how.where) as unpacked:
-        yield from read(unpacked, how, start)
+    with unpacked(file, how.kind.packing, how.where) as content:
+        yield from _module(how.kind.name).read(content, how, start)
+
+
+def unpacked(file: BinaryIO, packing: str, where: str) -> AbstractContextManager[BinaryIO]:
+    """The stream inside; "": the file as it is."""
+    return _module(packing).unpack(file, where) if packing else contextlib.nullcontext(file)
 
 
 def not_utf8(error: UnicodeDecodeError, how: Reading, place: str = "") -> DataError:
@@ -134,7 +149,7 @@ def not_utf8(error: UnicodeDecodeError, how: Reading, place: str = "") -> DataEr
     return DataError(
         f"not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})",
         where=how.where + place,
-        hint=""
+        hint="unpack it and convert the text to UTF-8"
         if how.kind.packing
         else f"iconv -f LATIN1 -t UTF-8 {quote(name)} > {quote('utf8-' + name)}, if it is Latin-1",
     )

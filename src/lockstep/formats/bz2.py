@@ -9,6 +9,9 @@ from typing import BinaryIO, cast
 
 from lockstep.formats import damaged, is_of_content
 
+BEGINS = (b"1AY&SY", b"\x17rE8P\x90")  # a block, or the end of a stream without any
+MAGIC = tuple(b"BZh%d%b" % (level, begins) for level in range(1, 10) for begins in BEGINS)  # BZh alone may be text
+
 
 @contextlib.contextmanager
 def unpack(file: BinaryIO, where: str) -> Generator[BinaryIO]:

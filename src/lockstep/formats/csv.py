@@ -30,7 +30,11 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
             if index >= start:
                 yield row[column] if row else ""
     except csv.Error as error:
-        raise DataError(f"not CSV: {error}", where=f"{how.where}:{rows.line_num}") from error
+        raise DataError(
+            f"not CSV: {error}",
+            where=f"{how.where}:{rows.line_num}",
+            hint='every quote that is opened is closed; one inside "quotes" is doubled',
+        ) from error
 
 
 def _text_lines(file: BinaryIO, how: Reading) -> Iterator[str]:

@@ -18,6 +18,7 @@ from lockstep.formats.txt import blocks
 
 WHOLE_CHARACTERS = 1 << 28  # of an object that holds all documents
 NEAR_THE_END = 16  # characters: no literal, escape or sign of JSON that may be cut short there is longer
+FORMS = '.jsonl: {"text": "..."} on a line of its own; .json: all of them in one list'
 BLANKS = re.compile(r"[ \t\n\r]*")
 
 
@@ -43,7 +44,7 @@ def _items(text: _Text, how: Reading) -> Iterator[tuple[str, Any]]:
             yield f":{line}", text.value(RECORD_BYTES)
         return
     if not isinstance(first, dict):
-        raise DataError(f"a list was expected, got {type(first).__name__}", where=how.where)
+        raise DataError(f"a list was expected, got {type(first).__name__}", where=how.where, hint=FORMS)
     yield from _inside(cast("dict[str, Any]", first), how)
 
 
@@ -52,7 +53,11 @@ def _inside(whole: dict[str, Any], how: Reading) -> Iterator[tuple[str, Any]]:
     lists = {name: cast("list[Any]", value) for name, value in whole.items() if isinstance(value, list)}
     name = how.column if how.column in lists else next((name for name in COLUMNS if name in lists), None)
     if name is None and len(lists) > 1:
-        raise DataError(f"an object with {len(lists)} lists: which holds the documents?", where=how.where)
+        raise DataError(
+            f"an object with {len(lists)} lists: which holds the documents?",
+            where=how.where,
+            hint="data.text_column=NAME",
+        )
     chosen = name if name is not None else next(iter(lists), None)
     if chosen is None:
         yield "", whole
@@ -68,6 +73,7 @@ class _Text:
         self._texts, self._where = texts, where
         self._held, self._next = "", 0  # what is in memory, and the character in it to go on at
         self._lines, self._columns = 0, 0  # complete lines that are gone, and characters of the line begun
+        self._counted, self._breaks = 0, 0  # how far line ends in memory are counted, so that none is counted twice
         self._ended = False
         self._decoder = json.JSONDecoder()
 
@@ -83,7 +89,9 @@ class _Text:
 
     def line(self) -> int:
         """The number of the line it is in."""
-        return self._lines + self._held.count("\n", 0, self._next) + 1
+        self._breaks += self._held.count("\n", self._counted, self._next)
+        self._counted = self._next
+        return self._lines + self._breaks + 1
 
     def list_items(self) -> Iterator[Any]:
         """The items of a list that begins here and is all there is."""
@@ -126,12 +134,13 @@ class _Text:
     def _more(self) -> None:
         """Forget what is parsed, and hold at least twice as much of what is not, so that nothing is parsed often."""
         gone = self._held[: self._next]
-        if breaks := gone.count("\n"):
+        if breaks := self.line() - self._lines - 1:
             self._columns = 0
         self._lines += breaks
         self._columns += len(gone) - (gone.rfind("\n") + 1)
         parts = [self._held[self._next :]]
-        self._next, size, wanted = 0, len(parts[0]), 2 * len(parts[0]) + 1
+        self._next, self._counted, self._breaks = 0, 0, 0
+        size, wanted = len(parts[0]), 2 * len(parts[0]) + 1
         while size < wanted:
             block = next(self._texts, None)
             if block is None:
@@ -160,7 +169,8 @@ def not_json(error: Exception, where: str, *, line: int = 1, column: int = 0) ->
         column = error.colno + (column if error.lineno == 1 else 0)
         line += error.lineno - 1
         place = f"column {column}" if line == 1 else f"line {line}, column {column}"
-        return DataError(f"not JSON: {place}: {error.msg}", where=where)
+        return DataError(f"not JSON: {place}: {error.msg}", where=where, hint=FORMS)
     if isinstance(error, RecursionError):
-        return DataError("JSON nested too deeply", where=where)
-    return DataError(f"not readable JSON: {error}", where=where)  # a number of more digits than Python turns into one
+        return DataError("JSON nested too deeply", where=where, hint=FORMS)
+    # a number of more digits than Python turns into one
+    return DataError(f"not readable JSON: {error}", where=where, hint="mend or leave out what stands there")

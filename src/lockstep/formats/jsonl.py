@@ -36,7 +36,11 @@ def lines(file: BinaryIO, how: Reading) -> Iterator[bytes]:
             parts.clear()
         parts.append(last)
         if sum(map(len, parts)) > RECORD_BYTES:
-            raise DataError(f"a line of more than {RECORD_BYTES >> 20} MiB", where=f"{how.where}:{number}")
+            raise DataError(
+                f"a line of more than {RECORD_BYTES >> 20} MiB",
+                where=f"{how.where}:{number}",
+                hint="cut the document into several",
+            )
     if any(parts):
         yield _whole(parts, number)
 

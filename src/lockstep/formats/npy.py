@@ -34,6 +34,7 @@ HEADER_ERRORS = (
     tokenize.TokenError,
 )
 MAX_ID = (1 << 32) - 1
+SAVED = "numpy.save(FILE, ids.astype(numpy.uint32))"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,11 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[Array]:
         if ids.min() < 0 or ids.max() > MAX_ID:
             wrong = int(np.flatnonzero((ids < 0) | (ids > MAX_ID))[0])
             record = (layout.ids - left + wrong) // layout.length
-            raise DataError(f"{ids[wrong]} is no token id", where=f"{how.where}: record {record}")
+            raise DataError(
+                f"{ids[wrong]} is no token id",
+                where=f"{how.where}: record {record}",
+                hint="leave out what only fills up or masks: ids[ids >= 0]",
+            )
         narrow = ids.astype(np.uint32)
         for place in range(0, len(narrow), layout.length):
             yield narrow[place : place + layout.length].copy()  # not a view that keeps all of them
@@ -74,11 +79,15 @@ def _layout(file: BinaryIO, how: Reading) -> _Layout:
             warnings.simplefilter("ignore")
             shape, fortran, dtype = _header(file)
     except HEADER_ERRORS as error:
-        raise DataError(f"not a readable .npy file: {error}", where=how.where) from error
+        raise DataError(f"not a readable .npy file: {error}", where=how.where, hint=SAVED) from error
     if dtype.kind not in "iu":
-        raise DataError(f"token ids are integers, this array holds {dtype}", where=how.where)
+        raise DataError(f"token ids are integers, this array holds {dtype}", where=how.where, hint=SAVED)
     if len(shape) not in (1, 2) or any(size < 1 for size in shape[1:]):
-        raise DataError(f"an array of documents x ids, or of ids, was expected; its shape is {shape}", where=how.where)
+        raise DataError(
+            f"an array of documents x ids, or of ids, was expected; its shape is {shape}",
+            where=how.where,
+            hint="numpy.save(FILE, ids.reshape(-1))",
+        )
     if fortran and len(shape) == 2 and min(shape) > 1:
         raise DataError(
             "columns lie together, not rows", where=how.where, hint="save numpy.ascontiguousarray of the array"
@@ -86,7 +95,9 @@ def _layout(file: BinaryIO, how: Reading) -> _Layout:
     ids = shape[0] * (shape[1] if len(shape) == 2 else 1)
     length = shape[1] if len(shape) == 2 else min(max(ids // SHARE_OF_DOCUMENT, MIN_PIECE_IDS), MAX_PIECE_IDS)
     if ids < 0 or length * dtype.itemsize > RECORD_BYTES:
-        raise DataError(f"its shape is {shape}: too large for a document", where=how.where)
+        raise DataError(
+            f"its shape is {shape}: too large for a document", where=how.where, hint="numpy.save(FILE, ids.reshape(-1))"
+        )
     return _Layout(dtype, ids, length)
 
 

@@ -32,7 +32,11 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
     except (OSError, arrow.ArrowException) as error:
         if isinstance(error, OSError) and not is_of_content(error):
             raise
-        raise DataError(f"not a readable parquet file: {error}", where=how.where) from error
+        raise DataError(
+            f"not a readable parquet file: {error}",
+            where=how.where,
+            hint="fetch it again, or call it by what it holds: .txt, .jsonl, .csv",
+        ) from error
 
 
 def _rows(opened: Any, group: int, column: str, *, start: int, how: Reading) -> Iterator[str]:

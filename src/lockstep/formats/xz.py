@@ -9,6 +9,8 @@ from typing import BinaryIO, cast
 
 from lockstep.formats import damaged
 
+MAGIC = b"\xfd7zXZ\x00"
+
 
 @contextlib.contextmanager
 def unpack(file: BinaryIO, where: str) -> Generator[BinaryIO]:

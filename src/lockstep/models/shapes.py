@@ -309,10 +309,11 @@ def _check_pretrained(options: LlamaOptions, base: LlamaShape, shape: LlamaShape
 
 
 def _base(model_path: str, token: str | None) -> LlamaShape:
-    from lockstep.runtime.hub import CONFIG_FILE, download, looks_like_id, read_json
+    from lockstep.runtime.hub import CONFIG_FILE, download, looks_like_id, read_json, say_what_is_not_run
 
     folder = Path(model_path).expanduser()
     if (folder / CONFIG_FILE).is_file():
+        say_what_is_not_run(model_path, folder / CONFIG_FILE)
         return LlamaShape.from_hf(read_json(folder / CONFIG_FILE), where=str(folder / CONFIG_FILE))
     if (shape := known(model_path)) is not None:
         return shape

@@ -84,25 +84,28 @@ class Causal:
         return columns
 
     def collate(self, rows: Rows, draw: Draw) -> Batch:  # noqa: ARG002 - nothing is random here
-        """Inputs and targets, shifted by one, once; and which document of its row each input belongs to."""
-        tokens = torch.from_numpy(np.ascontiguousarray(rows.columns["tokens"], dtype=np.int64))
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        tensors, count = {"inputs": inputs, "targets": targets}, targets.numel()
-        if "starts" in self.columns:
-            starts = rows.columns["starts"]
-            tensors["targets"] = targets.masked_fill(torch.from_numpy(starts[:, 1:] == 1), IGNORE)
-            count -= int(starts[:, 1:].sum())
-            tensors["documents"] = torch.from_numpy(np.cumsum(starts[:, :-1], axis=1, dtype=np.int32))
-        return Batch(tensors, {"loss": count}, rows=tokens.shape[0], tokens=targets.numel())
+        """The rows as they are: nothing more has to be copied on the way to the device, where they are `expanded`."""
+        rows_BL = rows.columns["tokens"]
+        count, length = rows_BL.shape
+        tokens = count * (length - 1)
+        batch = Batch({"tokens": torch.from_numpy(rows_BL)}, {"loss": tokens}, count, tokens)
+        if "starts" not in self.columns:
+            return batch
+        starts_BL = rows.columns["starts"]
+        tensors = {**batch.tensors, "starts": torch.from_numpy(starts_BL)}
+        return Batch(tensors, {"loss": tokens - int(starts_BL[:, 1:].sum())}, count, tokens)
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The SUM of cross-entropies."""
-        return {"loss": model(batch.tensors["inputs"], batch.tensors["targets"], **_apart(batch))}
+        parts = expanded(batch)
+        return {"loss": model(parts["inputs"], parts["targets"], documents_BL=parts.get("documents"))}
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum]:
         """Loss, and how often the most likely token was the right one."""
-        total, correct = model(batch.tensors["inputs"], batch.tensors["targets"], **_apart(batch), count_correct=True)
+        parts = expanded(batch)
+        apart = parts.get("documents")
+        total, correct = model(parts["inputs"], parts["targets"], documents_BL=apart, count_correct=True)
         weight = batch.weights["loss"]
         return {"loss": Sum(total, weight), "accuracy": Sum(correct, weight)}
 
@@ -129,9 +132,20 @@ class Causal:
         return tokens[len(prompt) :]
 
 
-def _apart(batch: Batch) -> dict[str, Tensor]:
-    """What tells the model to keep documents apart, where they are."""
-    return {"documents_BL": batch.tensors["documents"]} if "documents" in batch.tensors else {}
+def expanded(batch: Batch) -> Mapping[str, Tensor]:
+    """Inputs and targets, shifted by one, once; where documents are kept apart, which one of its row an input is of.
+
+    Made on the device the batch lies on. What was expanded before is left as it is.
+    """
+    if "tokens" not in batch.tensors:
+        return batch.tensors
+    tokens_BL = batch.tensors["tokens"].long()
+    parts = {"inputs": tokens_BL[:, :-1].contiguous(), "targets": tokens_BL[:, 1:].contiguous()}
+    if "starts" in batch.tensors:
+        starts_BL = batch.tensors["starts"]
+        parts["targets"] = parts["targets"].masked_fill(starts_BL[:, 1:] == 1, IGNORE)
+        parts["documents"] = starts_BL[:, :-1].cumsum(1, dtype=torch.int32)
+    return parts
 
 
 def _shape(model: nn.Module) -> Any:

@@ -59,10 +59,11 @@ def limits() -> Limits:
 class GaveUp(Exception):
     """The hub did not deliver. Neither an HTTP error nor an OSError, so that no library tries again."""
 
-    def __init__(self, reason: str, *, status: int = 0) -> None:
+    def __init__(self, reason: str, *, status: int = 0, hint: str = "") -> None:
         super().__init__(reason)
         self.reason = reason
         self.status = status
+        self.hint = hint
 
 
 class Errand:
@@ -142,9 +143,10 @@ class Errand:
             reason += f" and wants to be left alone for {after:.0f} s"
         raise self.give_up(reason, status=status)
 
-    def give_up(self, reason: str, *, status: int = 0) -> GaveUp:
+    def give_up(self, reason: str, *, status: int = 0, hint: str = "") -> GaveUp:
         """The end of the errand, for every thread of it."""
-        self.failure = self.failure or GaveUp(reason, status=status)
+        hint = hint or ("wait, or set HF_TOKEN: known users may ask more often" if status == 429 else "")
+        self.failure = self.failure or GaveUp(reason, status=status, hint=hint)
         return self.failure
 
     def report(self, total_bytes: int = 0) -> None:
@@ -249,6 +251,10 @@ def _client_class(http: Any) -> Any:
                 return base.send(self, request, stream=stream, **rest)
             while True:
                 response = self._ask(errand, request, rest)
+                if not stream and "Range" in request.headers and response.is_success and response.status_code != 206:
+                    response.close()  # the whole file, of any size, into memory
+                    hint = "data.streaming=false, or another HF_ENDPOINT"
+                    raise errand.give_up("does not serve parts of files", status=response.status_code, hint=hint)
                 response.stream = _watched_body(http, response, errand)
                 with contextlib.suppress(http.TransportError):  # broken off, which was counted
                     if not stream:

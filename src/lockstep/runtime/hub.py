@@ -10,15 +10,19 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import urlsplit
 
-from lockstep.errors import DataError, LockstepError, NotFoundError
+from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
 from lockstep.rundir import io_error, sha256
 from lockstep.runtime import env, errand
+
+if TYPE_CHECKING:
+    from pydantic import SecretStr
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 JSON_LIMIT_BYTES = 64 << 20  # the index of a 1,000-layer model has 1 MB
 PROBE = errand.Limits(connect_seconds=2, answer_seconds=4, patience_seconds=5, retries=0)
+HINT = "check the network, the proxy and HF_ENDPOINT, or use files of your own; gated ones need HF_TOKEN"
 SILENT_SECONDS = 60.0  # for so long a hub that gave no answer is not probed again
 _silent: dict[str, tuple[float, str]] = {}  # address -> when it gave no answer, and how
 
@@ -45,6 +50,7 @@ class Repo:
     kind: Literal["model", "dataset"]
     name: str
     setting: str  # that named it, for messages
+    revision: str = "main"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
@@ -54,8 +60,8 @@ def model(name: str, setting: str = "model.model_path") -> Repo:
     return Repo("model", name, setting)
 
 
-def dataset(name: str) -> Repo:
-    return Repo("dataset", name, "data.dataset_name")
+def dataset(name: str, revision: str = "main") -> Repo:
+    return Repo("dataset", name, "data.dataset_name", revision)
 
 
 def looks_like_id(name: str) -> bool:
@@ -65,7 +71,15 @@ def looks_like_id(name: str) -> bool:
 
 def endpoint() -> str:
     """The address of the hub: HF_ENDPOINT, else the public one."""
-    return (env.get("HF_ENDPOINT") or PUBLIC_HUB).rstrip("/")
+    address = (env.get("HF_ENDPOINT").strip() or PUBLIC_HUB).rstrip("/")
+    try:
+        parts = urlsplit(address)
+        sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:  # no port, no IPv6 address
+        sound = False
+    if not sound or not address.isascii() or not address.isprintable() or " " in address:
+        raise ConfigError(f"{address[:80]!r} is no address", where="HF_ENDPOINT", hint=f"{PUBLIC_HUB}, or unset it")
+    return address
 
 
 def cache_folder() -> Path:
@@ -82,9 +96,19 @@ def offline() -> str:
     return next((name for name in names if env.get(name).upper() in ("1", "ON", "YES", "TRUE")), "")
 
 
+def token_of(secret: SecretStr | None) -> str | None:
+    """The token that a configuration holds, for `bearer`."""
+    return secret.get_secret_value().strip() or None if secret else None
+
+
 def bearer(given: str | None) -> str | None:
     """What goes into the header. None: the library looks for a login of its own."""
-    return given or env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN") or None
+    found = (given, env.get("HF_TOKEN"), env.get("HUGGING_FACE_HUB_TOKEN"))
+    token = next((text.strip() for text in found if text and text.strip()), None)
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError("the token has characters that no token has", where="HF_TOKEN", hint="copy it once more")
+    env.hide(token)  # as it is sent: the variable may have blanks around it
+    return token
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -107,7 +131,7 @@ def download(model_id: str, filename: str, *, token: str | None = None) -> Path:
     """One file of a model, at the revision that was first met; any failure is one message within a minute."""
     path = fetch(model(model_id), filename, token=token)
     if filename == CONFIG_FILE:
-        _say_what_is_not_run(model_id, path)
+        say_what_is_not_run(model_id, path)
     return path
 
 
@@ -157,18 +181,13 @@ def available(model_id: str, filename: str, *, token: str | None = None) -> str:
         return f"{variable} is set"
     if find_spec("huggingface_hub") is None:
         return "huggingface_hub is not installed"
-    hub = client()
-    url = hub.hf_hub_url(model_id, filename, endpoint=endpoint())
-
-    def ask() -> object:
-        return hub.get_hf_file_metadata(url, token=bearer(token), endpoint=endpoint())
-
-    return probe(repo, ask, token=token, file=filename)
+    return probe_file(repo, filename, token=token)
 
 
-def _say_what_is_not_run(model_id: str, path: Path) -> None:
-    if asked := [key for key in CODE_KEYS if key in read_json(path)]:
-        logger.warning("%s asks for code of its own (%s), which is never run", model_id, ", ".join(asked))
+def say_what_is_not_run(model_path: str, config: Path) -> None:
+    """One line about a model, of the hub or of a folder, that brings code."""
+    if asked := [key for key in CODE_KEYS if key in read_json(config)]:
+        logger.warning("%s asks for code of its own (%s), which is never run", model_path, ", ".join(asked))
 
 
 # --------------------------------------------------------------------------------------------- any repository
@@ -194,7 +213,8 @@ def fetch(
             token=bearer(token), endpoint=endpoint(),
         )  # fmt: skip
 
-    path = Path(asking(repo, ask, what=what or f"Downloading {filename}", token=token, file=filename))
+    what = what or f"Downloading {filename}"
+    path = Path(asking(replace(repo, revision=revision), ask, what=what, token=token, file=filename))
     _verify(repo, filename, path, size)
     return path
 
@@ -251,6 +271,7 @@ def _verify(repo: Repo, filename: str, path: Path, size: int | None) -> None:
 
 def client() -> Any:
     """The hub's library, quiet and with our patience."""
+    endpoint()  # the library crashes over one that is no address, as soon as it is imported
     try:
         hub = import_module("huggingface_hub")
         logs = import_module("huggingface_hub.utils.logging")
@@ -302,6 +323,17 @@ def probe(repo: Repo, ask: Any, *, token: str | None, file: str = "") -> str:
     return ""
 
 
+def probe_file(repo: Repo, filename: str, *, token: str | None) -> str:
+    """'' if the hub would give a file at once, else why not; nothing of it is fetched."""
+    hub = client()
+    url = hub.hf_hub_url(repo.name, filename, repo_type=repo.kind, revision=repo.revision, endpoint=endpoint())
+
+    def ask() -> object:
+        return hub.get_hf_file_metadata(url, token=bearer(token), endpoint=endpoint())
+
+    return probe(repo, ask, token=token, file=filename)
+
+
 class UnreachableError(NotFoundError):
     """No hub, or none that answers."""
 
@@ -314,21 +346,23 @@ def explain(repo: Repo, error: Exception, *, token: str | None, file: str = "") 
     if status in (401, 403) or kind == "GatedRepoError":
         return _forbidden(repo, status, has_token=bool(token))
     if kind == "RevisionNotFoundError":
-        return NotFoundError(f"{repo} has no such revision", where=repo.setting, hint="another name after the @")
+        return NotFoundError(
+            f"{repo} has no revision {repo.revision!r}", where=repo.setting, hint="another one after the @"
+        )
     if kind in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
         return MissingFileError(f"{repo} has no file {file}", where=repo.setting, hint="check the name")
     if kind == "RepositoryNotFoundError" or status == 404:
         return NotFoundError(
-            f"the hub has no {repo} for you",
+            f"the hub has no {repo} for you ({endpoint()})",
             where=repo.setting,
-            hint="check the name; a private one needs HF_TOKEN of an account that may see it",
+            hint="check the name and HF_ENDPOINT; a private one needs HF_TOKEN of an account that may see it",
         )
     if isinstance(error, errand.GaveUp):
         given = UnreachableError if status == 0 else NotFoundError
         return given(
             f"the hub does not give {subject}: {endpoint()} {error.reason}",
             where=repo.setting,
-            hint="check the network, the proxy and HF_ENDPOINT, or use files of your own; gated ones need HF_TOKEN",
+            hint=error.hint or HINT,
         )
     if isinstance(error, OSError) and error.errno is not None:
         return io_error(error, cache_folder(), doing=f"keeping {subject}")

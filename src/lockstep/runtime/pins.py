@@ -6,20 +6,23 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep.errors import ConfigError, NotFoundError
+from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.registry import nearest
 from lockstep.rundir import write_json
-from lockstep.runtime import dataset_files, hub
+from lockstep.runtime import dataset_files, env, hub
 
 logger = logging.getLogger(__name__)
 
+CACHE = ".cache/datasets"  # of prepared data, where none is named
+OTHER_CACHE = "cache/datasets"  # where an earlier version of the documentation put it: read, never written
 RECORD = "lockstep-hub.json"
 FORMAT = 1
 PACKAGES = ("huggingface_hub", "datasets", "pyarrow")  # to find out what a dataset consists of, and to read most
@@ -81,32 +84,83 @@ class Pin:
     files: tuple[HubFile, ...]
 
 
-def pin(reference: Reference, root: Path, *, token: str | None = None) -> Pin:
-    """What a reference stands for: as recorded in `root`, else asked of the hub and recorded."""
-    if (known := _recorded(root).get(_key(reference))) is not None:
+def cache_roots(cache_dir: str) -> list[Path]:
+    """Where to look for what was prepared and pinned; the first is written to.
+
+    DATASET_CACHE_DIR moves the default, not a named folder.
+    """
+    named = cache_dir if cache_dir != CACHE else env.get("DATASET_CACHE_DIR")
+    try:
+        return [Path(named).expanduser()] if named else [Path(CACHE), Path(OTHER_CACHE)]
+    except RuntimeError as error:
+        raise ConfigError(f"{named!r} is no folder: {error}", where="data.cache_dir") from error
+
+
+def pin(reference: Reference, roots: Sequence[Path], *, token: str | None = None) -> Pin:
+    """What a reference stands for: as recorded in one of `roots`, else asked of the hub and recorded in the first."""
+    if (known := recorded(reference, roots)) is not None:
         return known
-    found = _resolve(reference, token)
-    logger.info("%s is %s: %d files", reference, found.commit[:12], len(found.files))
-    _record(root, _key(reference), found)
+    try:
+        found = _resolve(reference, token)
+    except NotFoundError as error:
+        elsewhere = recorded(reference, roots, of_any_hub=True)
+        if elsewhere is None or not (isinstance(error, hub.UnreachableError) or hub.offline()):
+            raise
+        logger.info("%s: as another hub gave it, since this one cannot be asked", reference)
+        return elsewhere
+    _keep(reference, found, roots)
     return found
 
 
-def is_recorded(reference: Reference, root: Path) -> bool:
-    """Whether it is known without asking."""
-    return _key(reference) in _recorded(root)
+def recorded(reference: Reference, roots: Sequence[Path], *, of_any_hub: bool = False) -> Pin | None:
+    """What is known without asking. A commit is the same on every hub, whatever it was called when it was met."""
+    known = {key: value for root in reversed(roots) for key, value in _recorded(root).items()}
+    if (own := known.get(_key(reference))) is not None:
+        return own
+    for key, value in known.items():
+        met = key.partition(" ")[2]
+        if (of_any_hub and met == str(reference)) or (
+            value.commit == reference.revision and met.rpartition("@")[0] == str(reference).rpartition("@")[0]
+        ):
+            return value
+    return None
 
 
-def reachable(reference: Reference, root: Path, *, token: str | None = None) -> str:
-    """'' if a dataset is pinned already or the hub answers for it within 5 seconds, else the reason."""
-    if is_recorded(reference, root):
+def reachable(reference: Reference, roots: Sequence[Path], *, token: str | None = None) -> str:
+    """'' if a dataset is here, or if the hub answers for it within 5 seconds and would give its files; else why not."""
+    found = recorded(reference, roots)
+    if found is not None and _is_here(found, roots):
         return ""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         return f"{', '.join(missing)} is not installed"
     if variable := hub.offline():
         return f"{variable} is set"
-    repo, library = hub.dataset(reference.dataset), hub.client()
+    repo, library = hub.dataset(reference.dataset, reference.revision), hub.client()
     api = library.HfApi(endpoint=hub.endpoint(), token=hub.bearer(token))
-    return hub.probe(repo, lambda: api.dataset_info(reference.dataset, revision=reference.revision), token=token)
+    if found is None:
+        ask = partial(api.dataset_info, reference.dataset, revision=reference.revision)
+        if reason := hub.probe(repo, ask, token=token):
+            return reason
+    try:
+        found = found or _resolve(reference, token)
+    except (NotFoundError, DataError) as error:
+        return error.what
+    if reason := hub.probe_file(hub.dataset(found.dataset, found.commit), found.files[0].name, token=token):
+        return reason
+    _keep(reference, found, roots)
+    return ""
+
+
+def _is_here(found: Pin, roots: Sequence[Path]) -> bool:
+    """Whether all files of it were fetched, or something was prepared from it."""
+    repo = hub.dataset(found.dataset)
+    if all(hub.cached(repo, file.name, found.commit) for file in found.files):
+        return True
+    for meta in (path for root in roots for path in root.glob("*/meta.json")):
+        with contextlib.suppress(OSError, ValueError):
+            if found.commit in meta.read_text(encoding="utf-8"):
+                return True
+    return False
 
 
 # --------------------------------------------------------------------------------------------- the record
@@ -138,7 +192,9 @@ def _read_pin(value: Mapping[str, Any]) -> Pin:
     return found
 
 
-def _record(root: Path, key: str, found: Pin) -> None:
+def _keep(reference: Reference, found: Pin, roots: Sequence[Path]) -> None:
+    logger.info("%s is %s: %d files", reference, found.commit[:12], len(found.files))
+    root, key = roots[0], _key(reference)
     filelock = import_module("filelock")
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -162,9 +218,10 @@ def _is_inside(name: str) -> bool:
 
 def _resolve(reference: Reference, token: str | None) -> Pin:
     """Commit, then the card, then the files that the rules of the `datasets` library give a config and a split."""
-    repo, library = hub.dataset(reference.dataset), hub.client()
+    repo, library = hub.dataset(reference.dataset, reference.revision), hub.client()
     api = library.HfApi(endpoint=hub.endpoint(), token=hub.bearer(token))
-    info = hub.asking(repo, lambda: api.dataset_info(reference.dataset, revision=reference.revision), token=token)
+    ask = partial(api.dataset_info, reference.dataset, revision=reference.revision)
+    info = hub.asking(repo, ask, token=token)
     commit, names = str(info.sha), [str(file.rfilename) for file in info.siblings or ()]
     card = dataset_files.read_card(hub.fetch(repo, CARD, revision=commit, token=token) if CARD in names else None)
     script = f"{reference.dataset.partition('/')[2]}.py"

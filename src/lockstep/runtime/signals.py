@@ -18,6 +18,8 @@ EXIT_CODES = {
     signal.SIGUSR2: ExitCode.PREEMPTED,
 }
 
+UNSTOPPABLE = "unstoppable"  # name of a thread inside one long call of foreign code: who leaves does not wait for it
+
 
 class StopRequest:
     """Remembers the first signal. While `patient`, the loop looks at it between steps; else it raises at once.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from lockstep import formats
 from lockstep.errors import ConfigError, NotFoundError
 from lockstep.formats.txt import cut_limit
+from lockstep.registry import nearest
 from lockstep.rundir import sha256
 from lockstep.runtime import hub, pins
 from lockstep.runtime.pins import HubFile, Pin, Reference
@@ -47,6 +48,8 @@ MIXTURE = (
     Reference("fancyzhx/yelp_polarity"),
     Reference("fancyzhx/dbpedia_14"),
 )
+KNOWN = ("auto", "builtin", "text", "synthetic", *SHORT_NAMES, "hf")  # names without an owner, for a slip in one
+COMMITS = re.compile(r"@[0-9a-f]{40}(,[0-9a-f]{40})*$")
 C4_ALONE_DOCUMENTS = 1_000_000  # above so many the mixture is c4
 COLUMNS = {"rajpurkar/squad": "context", "fancyzhx/dbpedia_14": "content"}  # where the choice would not be clear
 IMDB_FILE = Path("imdb_train.json")  # of seed C; in the working directory it takes the place of the hub's
@@ -88,7 +91,7 @@ class HfSource:
     """Documents of one or several datasets of the hub, one file after another."""
 
     def __init__(self, name: str, members: Iterable[Member], *, streaming: bool = False, token: str | None = None):
-        self.name = name
+        self.name = COMMITS.sub("", name)
         self.members = tuple(members)
         self._streaming, self._token = streaming, token
         self._files = [(member, number) for member in self.members for number in range(len(member.files))]
@@ -161,30 +164,51 @@ def distinct(texts: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def build(options: DataOptions) -> HfSource:
-    name = options.dataset_name
-    token = options.hf_token.get_secret_value() if options.hf_token else None
-    if name == "imdb" and IMDB_FILE.is_file():
+    name, token = options.dataset_name, hub.token_of(options.hf_token)
+    if _is_local(name):
         members = [_local(IMDB_FILE, options.text_column)]
     else:
-        root = Path(options.cache_dir).expanduser()
-        members = [
-            _member(pins.pin(reference, root, token=token), options.text_column) for reference in references(options)
-        ]
+        roots = pins.cache_roots(options.cache_dir)
+        pinned = [pins.pin(reference, roots, token=token) for reference in references(options)]
+        members = [_member(pin, options.text_column) for pin in pinned]
     return HfSource(name, members, streaming=options.streaming, token=token)
+
+
+def pinned_name(options: DataOptions) -> str:
+    """The name with the commits it stands for now: name@commit, of a mixture hf@commit,commit,..."""
+    if _is_local(options.dataset_name):
+        return options.dataset_name
+    roots, token = pins.cache_roots(options.cache_dir), hub.token_of(options.hf_token)
+    commits = [pins.pin(reference, roots, token=token).commit for reference in references(options)]
+    return f"{options.dataset_name.partition('@')[0]}@{','.join(commits)}"
 
 
 def references(options: DataOptions) -> tuple[Reference, ...]:
     """The datasets a name stands for."""
-    name = options.dataset_name
+    name, _, commits = options.dataset_name.partition("@")
     if name != "hf":
-        return (_reference(name),)
+        return (_reference(options.dataset_name),)
     if options.text_column is not None:
         raise ConfigError("the parts of 'hf' have their own text fields", where="data.text_column", hint="null")
-    return MIXTURE if options.max_train_samples <= C4_ALONE_DOCUMENTS else (SHORT_NAMES["c4"],)
+    parts = MIXTURE if options.max_train_samples <= C4_ALONE_DOCUMENTS else (SHORT_NAMES["c4"],)
+    if "@" not in options.dataset_name:
+        return parts
+    listed = commits.split(",")
+    if len(listed) != len(parts) or not all(hub.COMMIT.fullmatch(commit) for commit in listed):
+        raise ConfigError(
+            f"{name!r} has {len(parts)} parts here, each with a commit", where="data.dataset_name", hint=name
+        )
+    return tuple(replace(part, revision=commit) for part, commit in zip(parts, listed, strict=True))
 
 
 def _reference(name: str) -> Reference:
     short = re.split("[:@]", name, maxsplit=1)[0]
+    if short not in SHORT_NAMES and "/" not in name and (near := nearest(short, list(KNOWN))):
+        raise ConfigError(
+            f"{name[:80]!r} names no dataset",
+            where="data.dataset_name",
+            hint=f"did you mean {near}? Else {pins.SPELLING}",
+        )
     if short not in SHORT_NAMES:
         return Reference.parse(name)
     known = SHORT_NAMES[short]
@@ -211,6 +235,10 @@ def _member(pin: Pin, column: str | None) -> Member:
     return Member(title, pin, tuple(files), column or COLUMNS.get(pin.dataset))
 
 
+def _is_local(name: str) -> bool:
+    return name == "imdb" and IMDB_FILE.is_file()
+
+
 def _local(path: Path, column: str | None) -> Member:
     logger.info("imdb: %s of the working directory is used", path)
     return Member("imdb", None, (HubFile(str(path), path.stat().st_size, sha256(path)),), column)
@@ -218,13 +246,11 @@ def _local(path: Path, column: str | None) -> Member:
 
 def is_pinned(options: DataOptions) -> bool:
     """Whether what a name stands for is known without asking the hub."""
-    if options.dataset_name == "imdb" and IMDB_FILE.is_file():
-        return True
-    root = Path(options.cache_dir).expanduser()
-    return all(pins.is_recorded(reference, root) for reference in references(options))
+    roots = pins.cache_roots(options.cache_dir)
+    return _is_local(options.dataset_name) or all(pins.recorded(part, roots) for part in references(options))
 
 
 def reachable(options: DataOptions) -> str:
     """'' if wikitext can be had (pinned already, or the hub answers within 5 seconds), else the reason."""
-    token = options.hf_token.get_secret_value() if options.hf_token else None
-    return pins.reachable(SHORT_NAMES["wikitext"], Path(options.cache_dir).expanduser(), token=token)
+    roots = pins.cache_roots(options.cache_dir)
+    return pins.reachable(SHORT_NAMES["wikitext"], roots, token=hub.token_of(options.hf_token))

@@ -1,16 +1,18 @@
 """Your own text: files, folders and globs (`data.data_path`) of every kind in formats/, and stdin.
 
 What a document is: a line of .jsonl, an item of .json, a row of .csv, .parquet or .npy, a .txt file. A .txt file longer
-than a fortieth of all the text (at least 1 KiB, at most 1 MiB) is cut into documents of that size at blank lines, else
-at line ends, else at blanks, so that even one single file can be split into training and validation.
+than a fortieth of all the text (at least 1 Ki, at most 256 Ki characters) is cut into documents of that size at blank
+lines, else at line ends, else at blanks, so that even one single file can be split into training and validation.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import glob
 import hashlib
 import json
+import re
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping
@@ -32,6 +34,8 @@ MEMO_BYTES = 1 << 24  # hashes of files from this size on are remembered
 MEMO_AGE_SECONDS = 2.0  # a younger file may still be written to within one tick of its clock
 COPY_BYTES = 1 << 20
 HINT = "data.data_path=FILE, FOLDER or 'GLOB'"
+PIPE = "cat FILE | lockstep train ... --data-path -"
+SPOOLED = re.compile(r"stdin-[0-9a-f]{16}(\.[a-z0-9]+){1,2}")
 
 
 def find_files(pattern: str) -> list[tuple[str, Path]]:
@@ -57,6 +61,9 @@ def _find_files(pattern: str) -> list[tuple[str, Path]]:
         candidates = base.glob(str(rest))
     elif path.exists():
         raise NotFoundError("neither a file nor a folder", where=pattern, hint=f"{HINT}, or - for what is piped in")
+    elif SPOOLED.fullmatch(path.name):
+        what = "this text came through a pipe, and the copy of it is gone"
+        raise NotFoundError(what, where=pattern, hint=f"pipe it in again: {PIPE}")
     else:
         raise NotFoundError("no such file or folder", where=pattern, hint=HINT)
     named = ((file.relative_to(path if path.is_dir() else base).as_posix(), file) for file in candidates)
@@ -93,14 +100,14 @@ class TextSource:
         self._cut_characters = cut_limit(sum(_size(file) for (_, file), kind in plain if kind.name == "txt"))
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """Names, sizes and SHA-256 of the files. A large file is read again only when its size or time changed."""
+        """Names, sizes and SHA-256 of the files. A large file is read again only when its size or a time changed."""
         known = _read_memo(self._memo)
         entries: list[tuple[str, int, str]] = []
         learnt: dict[str, list[Any]] = {}
         for name, file in self.files:
             with _reading(file):
                 status = file.stat()
-                seen = [status.st_size, status.st_mtime_ns, status.st_ino]
+                seen = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
                 place = str(file.resolve()).encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
                 digest: str = known[place][1] if place in known and known[place][0] == seen else sha256(file)
             entries.append((name, status.st_size, digest))
@@ -133,16 +140,17 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
     """Copy what is piped in to a file of the folder that is called by its content, and return its path."""
     rundir.probe(folder, key="data.cache_dir")
     temporary = folder / f"stdin.tmp-{uuid.uuid4().hex[:12]}"
-    digest, first = hashlib.sha256(), b""
+    digest = hashlib.sha256()
     try:
         with temporary.open("xb") as copy:
             while block := stream.read(COPY_BYTES):
-                first = first or block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
                 digest.update(block)
                 copy.write(block)
-        if not first:
-            raise ConfigError("nothing was piped in", where="data.data_path=-", hint="cat FILE | lockstep train ...")
-        path = folder / f"stdin-{digest.hexdigest()[:16]}.{'jsonl' if first == b'{' else 'txt'}"
+        with temporary.open("rb") as copy:
+            suffix = _suffix_of(copy)
+        if not suffix:
+            raise ConfigError("nothing was piped in", where="data.data_path=-", hint=PIPE)
+        path = folder / f"stdin-{digest.hexdigest()[:16]}{suffix}"
         rundir.fsync_path(temporary)
         temporary.replace(path)
         rundir.fsync_path(folder)
@@ -153,13 +161,24 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
     return path
 
 
+def _suffix_of(file: BinaryIO) -> str:
+    """What a file has to be called by its content: .txt or .jsonl, also packed; "": it is blank."""
+    packing, first = formats.packing_of(file.read(formats.MAGIC_BYTES)), b""
+    file.seek(0)
+    with formats.unpacked(file, packing, "data.data_path=-") as content:
+        while not first and (block := content.read(COPY_BYTES)):
+            first = block.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    kind = ".jsonl" if first == b"{" else ".txt"
+    return kind + (f".{packing}" if packing else "") if first else ""
+
+
 def _size(file: Path) -> int:
     with _reading(file):
         return file.stat().st_size
 
 
 def _read_memo(memo: Path | None) -> dict[str, list[Any]]:
-    """Remembered [size, time and inode, hash] of files; what is not of this form is no loss."""
+    """Remembered [size, times and inode, hash] of files; what is not of this form is no loss."""
     try:
         known = json.loads(memo.read_text(encoding="utf-8")) if memo else None
     except (OSError, ValueError, RecursionError):
