@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.data.cache import Table
     from lockstep.data.stream import StreamTable
 
-WINDOW_BYTES = 1 << 20  # of rows on disk: what is fetched together should still lie near when it is used
+WINDOW_BYTES = 1 << 19  # of rows on disk: what is fetched together should still lie near when it is used
 
 
 class Window:
