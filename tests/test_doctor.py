@@ -220,7 +220,7 @@ def test_a_cache_that_cannot_be_written(quick: Path, monkeypatch: pytest.MonkeyP
     bad(doctor.cache(), "FAIL", "/proc/nothing", "cannot be written")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT ROOT: that doctor sees a read-only output folder is not shown")
 def test_a_read_only_folder(quick: Path) -> None:
     folder = quick / "runs"
     folder.mkdir()
@@ -228,7 +228,7 @@ def test_a_read_only_folder(quick: Path) -> None:
     try:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(folder)], check=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no mount here")
+        pytest.skip("NO MOUNT ALLOWED HERE: that doctor sees a read-only output folder is not shown")
     try:
         bad(doctor.output(folder), "FAIL", "Read-only", "--out DIR")
     finally:

@@ -100,7 +100,7 @@ def test_an_active_environment_with_everything_is_used_as_it_is(
 ) -> None:
     own = Path(sys.prefix)
     if not (own / "bin" / "python").is_file():
-        pytest.skip("the tests do not run in an environment of their own")
+        pytest.skip("NOT IN A VIRTUAL ENVIRONMENT: that an active one is used as it is (AB22) is not shown")
     monkeypatch.setenv("VIRTUAL_ENV", str(own))
     assert environment.prepare([environment.ROOT / name for name in LOCKS]) == own / "bin" / "python"
     assert not environment.VENV.exists()
