@@ -32,18 +32,10 @@ def made_again_after_damage(root: Path, times: int, caplog: pytest.LogCaptureFix
     assert describe([root], verify=True)[1] == 0
 
 
+@pytest.mark.parametrize("times", [pytest.param(12, id="12"), pytest.param(200, id="200", marks=pytest.mark.slow)])
 def test_a_damaged_chunk_is_made_again(
-    in_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    in_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     small_chunks(monkeypatch)
     write_text(in_dir)
-    made_again_after_damage(in_dir / "cache", 12, caplog)
-
-
-@pytest.mark.slow
-def test_a_damaged_chunk_is_made_again_200_times(
-    in_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_chunks(monkeypatch)
-    write_text(in_dir)
-    made_again_after_damage(in_dir / "cache", 200, caplog)
+    made_again_after_damage(in_dir / "cache", times, caplog)
