@@ -14,8 +14,11 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: our processes are to hear Ctrl-C
+# Started in the background or under nohup: our processes are to hear what a person's would.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the real hub
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     Place = tuple[int, int]  # (file, document in it): where a source can go on
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """What a collate may draw randomness from; together with row id, epoch and slot nothing else is needed."""
 
     seed: int
@@ -26,8 +25,7 @@ class Draw:
     batch_rows: int  # rows of the global batch of this step
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Some rows of the table, as the order of rows asked for them."""
 
     ids: Array  # (n,) place in the table
@@ -36,8 +34,7 @@ class Rows:
     columns: Mapping[str, Array]  # name -> (n, width)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What the model sees, and the denominators of its loss, known before the forward pass."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -75,7 +72,10 @@ class Objective(Protocol):
         ...
 
     def collate(self, rows: Rows, draw: Draw) -> Batch:
-        """Pure: all randomness comes from (seed, epoch, row id) or (seed, step, slot)."""
+        """Pure: all randomness comes from (seed, epoch, row id) or (seed, step, slot).
+
+        Who draws nothing may also have `collate_many(columns, count)`: equal cuts of many rows as `count` batches.
+        """
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:

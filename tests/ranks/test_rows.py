@@ -34,7 +34,7 @@ class Watched(Causal):
     def collate(self, rows: Rows, draw: Draw) -> Batch:
         batch = super().collate(rows, draw)
         noted = np.stack([draw.step * draw.batch_rows + rows.slots, rows.epochs, rows.ids])
-        return replace(batch, tensors={**batch.tensors, "noted": torch.from_numpy(noted)})
+        return batch._replace(tensors={**batch.tensors, "noted": torch.from_numpy(noted)})
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         for position, epoch, row in batch.tensors["noted"].T.tolist():

@@ -96,7 +96,7 @@ class Table:
 
     def take(self, ids: Array) -> dict[str, Array]:
         """Copies of some rows: column -> (n, width), in the type the objective asked for."""
-        return {name: column[ids].astype(self.dtypes[name], copy=False) for name, column in self._plain.items()}
+        return {name: column.take(ids, 0).astype(self.dtypes[name], copy=False) for name, column in self._plain.items()}
 
 
 def key_of(parts: Mapping[str, Any]) -> str:

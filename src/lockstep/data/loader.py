@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,39 +31,64 @@ WINDOW_BYTES = 1 << 19  # of rows on disk: what is fetched together should still
 
 
 class Window:
-    """The rows of some steps of one thread, fetched together: among many a row costs half as much.
+    """Some steps of one thread, their rows fetched together: among many a row costs half as much.
 
-    A table that still grows is read step by step: nobody waits for rows that are not needed yet.
+    A table that still grows is read step by step: nobody waits for rows that are not needed yet. What an objective
+    makes of rows without drawing anything is made for all these steps at once.
     """
 
-    def __init__(self, table: Table | StreamTable, seed: int, *, slots: slice, batch_rows: int, stride: int) -> None:
-        """`slots` of each global batch of `batch_rows` rows, in every `stride`-th step."""
-        self.table, self.order = table, table.order(seed)
-        self._slots, self._batch_rows, self._stride = slots, batch_rows, stride
-        self._rows = slots.stop - slots.start
-        self._count = max(1, WINDOW_BYTES // (self._rows * table.row_bytes)) if table.is_whole else 1
-        self._first, self._after = 0, 0  # steps that were fetched
+    def __init__(self, loader: Loader) -> None:
+        self._objective, self._table, self._seed = loader.objective, loader.table, loader.seed
+        self._order = self._table.order(self._seed)
+        self._parts, self._micro_rows = loader.micro_batches, loader.micro_rows
+        self._rows = self._parts * self._micro_rows  # of this rank in a step
+        self._batch_rows, self._stride = loader.batch_rows, max(1, loader.workers)
+        self._slots = slice(loader.rank * self._rows, (loader.rank + 1) * self._rows)  # of the global batch
+        self._numbers = np.arange(self._slots.start, self._slots.stop)
+        self._count = max(1, WINDOW_BYTES // (self._rows * self._table.row_bytes)) if self._table.is_whole else 1
+        self._many = _collate_many(self._objective)
+        self._first, self._after = 0, 0  # steps at hand
         self._ids = self._epochs = np.empty(0, np.int64)
         self._columns: Mapping[str, Array] = {}
+        self._made: list[Batch] = []
 
-    def at(self, step: int) -> tuple[Array, Array, dict[str, Array]]:
-        """Row ids, epochs and columns of a step."""
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of one step: micro-batch m of all holds slots m * micro_rows and following."""
         if not self._first <= step < self._after:
             self._fetch(step)
-        first = (step - self._first) // self._stride * self._rows
-        part = slice(first, first + self._rows)
-        return self._ids[part], self._epochs[part], {name: column[part] for name, column in self._columns.items()}
+        place = (step - self._first) // self._stride
+        if self._many:
+            return self._made[place * self._parts : (place + 1) * self._parts]
+        draw = Draw(self._seed, step, self._batch_rows)
+        firsts = range(0, self._rows, self._micro_rows)
+        return [self._objective.collate(self._part(place * self._rows, first), draw) for first in firsts]
+
+    def _part(self, step: int, first: int) -> Rows:
+        """The rows of one micro-batch."""
+        rows = slice(step + first, step + first + self._micro_rows)
+        columns = {name: column[rows] for name, column in self._columns.items()}
+        return Rows(self._ids[rows], self._epochs[rows], self._numbers[first : first + self._micro_rows], columns)
 
     def _fetch(self, step: int) -> None:
-        rows, shape = self._batch_rows, (self._count, self._stride, self._batch_rows)
+        rows = self._batch_rows
         if self._count == 1:
-            ids, epochs = self.order.at(step * rows + self._slots.start, self._rows)
+            ids, epochs = self._order.at(step * rows + self._slots.start, self._rows)
         else:
-            everything = self.order.at(step * rows, self._count * self._stride * rows)
+            everything = self._order.at(step * rows, self._count * self._stride * rows)
+            shape = (self._count, self._stride, rows)
             ids, epochs = (each.reshape(shape)[:, 0, self._slots].reshape(-1) for each in everything)
-        self._columns = self.table.take(ids)
-        self._ids, self._epochs = ids, epochs
+        columns = self._table.take(ids)
+        if self._many:
+            self._made = self._many(columns, self._count * self._parts)
+        else:
+            self._ids, self._epochs, self._columns = ids, epochs, columns
         self._first, self._after = step, step + self._count * self._stride
+
+
+def _collate_many(objective: Objective) -> Callable[[Mapping[str, Array], int], list[Batch]] | None:
+    """The objective's `collate_many`, unless a subclass has another idea of what `collate` is."""
+    owner = next((kind for kind in type(objective).__mro__ if "collate" in vars(kind)), type(objective))
+    return getattr(objective, "collate_many", None) if "collate_many" in vars(owner) else None
 
 
 @dataclass
@@ -84,11 +109,8 @@ class Loader:
 
     def __post_init__(self) -> None:
         self._step = self.start_step
-        own = self.micro_rows * self.micro_batches
-        self.batch_rows = self.world * own  # of the global batch of a step
-        self._slots = self.rank * own + np.arange(own)
-        self._parts = [slice(first, first + self.micro_rows) for first in range(0, own, self.micro_rows)]
-        self._window = self._new_window()
+        self.batch_rows = self.world * self.micro_batches * self.micro_rows  # of the global batch of a step
+        self._window = Window(self)
         self._stop = threading.Event()
         self._ready = [queue.Queue[list[Batch] | BaseException](self.prefetch) for _ in range(self.workers)]
         self._threads = [
@@ -114,20 +136,6 @@ class Loader:
         self._step += 1
         return made
 
-    def batches(self, window: Window, step: int) -> list[Batch]:
-        """This rank's micro-batches of one step: micro-batch m of all holds slots m * micro_rows and following."""
-        draw = Draw(self.seed, step, self.batch_rows)
-        ids, epochs, columns = window.at(step)
-        if self.micro_batches == 1:
-            made = [self.objective.collate(Rows(ids, epochs, self._slots, columns), draw)]
-        else:
-            made = [self._micro_batch(part, ids, epochs, columns, draw) for part in self._parts]
-        return [batch.pin() for batch in made] if self.pin else made
-
-    def _micro_batch(self, part: slice, ids: Array, epochs: Array, columns: Mapping[str, Array], draw: Draw) -> Batch:
-        taken = {name: column[part] for name, column in columns.items()}
-        return self.objective.collate(Rows(ids[part], epochs[part], self._slots[part], taken), draw)
-
     def close(self) -> None:
         """End the workers. Each puts at most one more step, for which emptying its queue makes room."""
         self._stop.set()
@@ -144,23 +152,18 @@ class Loader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _new_window(self) -> Window:
-        """For one thread."""
-        own = self.micro_rows * self.micro_batches
-        slots, stride = slice(self.rank * own, (self.rank + 1) * own), max(1, self.workers)
-        return Window(self.table, self.seed, slots=slots, batch_rows=self.batch_rows, stride=stride)
-
     def _attempt(self, window: Window, step: int) -> list[Batch] | BaseException:
         """A step, or why there is none."""
         try:
-            return self.batches(window, step)
+            made = window.batches(step)
+            return [batch.pin() for batch in made] if self.pin else made
         except BaseException as error:
             error.add_note(f"while preparing the batch of step {step}")
             return error
 
     def _work(self, index: int) -> None:
         """One worker: every `workers`-th step until the loader is closed or a step fails."""
-        window, step = self._new_window(), self.start_step + index
+        window, step = Window(self), self.start_step + index
         while not self._stop.is_set():
             made = self._attempt(window, step)
             self._ready[index].put(made)

@@ -85,15 +85,20 @@ class Causal:
 
     def collate(self, rows: Rows, draw: Draw) -> Batch:  # noqa: ARG002 - nothing is random here
         """The rows as they are: nothing more has to be copied on the way to the device, where they are `expanded`."""
-        rows_BL = rows.columns["tokens"]
-        count, length = rows_BL.shape
-        tokens = count * (length - 1)
-        batch = Batch({"tokens": torch.from_numpy(rows_BL)}, {"loss": tokens}, count, tokens)
-        if "starts" not in self.columns:
-            return batch
-        starts_BL = rows.columns["starts"]
-        tensors = {**batch.tensors, "starts": torch.from_numpy(starts_BL)}
-        return Batch(tensors, {"loss": tokens - int(starts_BL[:, 1:].sum())}, count, tokens)
+        return self.collate_many(rows.columns, 1)[0]
+
+    def collate_many(self, columns: Mapping[str, Array], count: int) -> list[Batch]:
+        """The same for several batches of equally many rows: tensors are cut far faster than arrays are made one."""
+        cuts = {name: torch.from_numpy(column).unflatten(0, (count, -1)).unbind() for name, column in columns.items()}
+        rows, length = cuts["tokens"][0].shape
+        targets = rows * (length - 1)
+        if "starts" not in cuts:
+            return [Batch({"tokens": tokens}, {"loss": targets}, rows, targets) for tokens in cuts["tokens"]]
+        firsts = columns["starts"][:, 1:].reshape(count, -1).sum(1).tolist()  # of a document: nothing predicts them
+        return [
+            Batch({"tokens": tokens, "starts": starts}, {"loss": targets - first}, rows, targets)
+            for tokens, starts, first in zip(cuts["tokens"], cuts["starts"], firsts, strict=True)
+        ]
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The SUM of cross-entropies."""
