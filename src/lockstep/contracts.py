@@ -23,6 +23,7 @@ class Draw(NamedTuple):
     seed: int
     step: int  # optimizer step, from 0
     batch_rows: int  # rows of the global batch of this step
+    steps: int = 0  # of the whole run; 0: of no run, as in validation
 
 
 class Rows(NamedTuple):
@@ -32,6 +33,15 @@ class Rows(NamedTuple):
     epochs: Array  # (n,) which pass over the table each row belongs to: a batch may straddle two
     slots: Array  # (n,) place in the global batch of this step
     columns: Mapping[str, Array]  # name -> (n, width)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What an objective may have to know about the ids of a tokenizer."""
+
+    size: int
+    specials: Mapping[str, int]  # pad, cls, sep, unk, mask: those the tokenizer has
+    continues: Array  # (size,) bool: ids that go on with a word another id began
 
 
 class Batch(NamedTuple):
@@ -66,6 +76,8 @@ class Objective(Protocol):
 
     columns: Mapping[str, str]  # what a cached row holds: column -> numpy dtype
     terms: Mapping[str, float]  # loss term -> coefficient
+
+    # Who needs the special tokens also has `with_vocabulary(vocabulary) -> Objective`, called before any other method.
 
     def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[Mapping[str, Array]]:
         """Token ids of documents to blocks of finished rows: column -> (n, width)."""

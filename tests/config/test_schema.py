@@ -14,10 +14,8 @@ from lockstep.errors import ConfigError
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_at_most_ninety_settings_each_described_with_a_role(family: str) -> None:
-    settings = catalog(family).settings.values()
-    assert 60 < len(settings) <= 90
-    for setting in settings:
+def test_each_setting_is_described_and_has_a_role(family: str) -> None:
+    for setting in catalog(family).settings.values():
         assert len(setting.description) > 5, setting.key
         assert setting.role in ("identity", "layout", "cosmetic"), setting.key
         assert setting.expected, setting.key

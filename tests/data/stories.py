@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import LlamaConfig
 from lockstep.data.options import DataOptions
 from lockstep.engine import settle
 from lockstep.engine.options import TrainingOptions
@@ -32,8 +32,8 @@ def write_stories(folder: Path) -> Path:
     return folder
 
 
-def configuration(*, context: int = 32, seed: int = 1, lr: float = 1e-3, model: str = "x", **data: Any) -> RunConfig:
-    return RunConfig(
+def configuration(*, context: int = 32, seed: int = 1, lr: float = 1e-3, model: str = "x", **data: Any) -> LlamaConfig:
+    return LlamaConfig(
         training=TrainingOptions(context_length=context, learning_rate=lr),
         system=SystemOptions(seed=seed),
         model=LlamaOptions(model_path=model),
@@ -41,5 +41,5 @@ def configuration(*, context: int = 32, seed: int = 1, lr: float = 1e-3, model: 
     )
 
 
-def prepared(config: RunConfig, *, vocab_limit: int = 1000) -> Prepared:
+def prepared(config: LlamaConfig, *, vocab_limit: int = 1000) -> Prepared:
     return prepare(settle.applied(config, settle.decide(config)), Causal(), vocab_limit=vocab_limit)

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from lockstep.data.options import DataOptions
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import LlamaConfig
 from lockstep.engine.building import Builder
 from lockstep.engine.choices import TokenizerChoice
 from lockstep.data.tokenize import ByteTokenizer, train_bpe
@@ -53,7 +53,7 @@ source = Hoarding(source) if kind == "hoarding" else source
 make = (lambda _: ByteTokenizer()) if name == "bytes" else (lambda texts: train_bpe(texts, 4096))
 folder = Path(f"{file}.folder")
 folder.mkdir()
-builder = Builder(RunConfig(data=options), Rows(), source, TokenizerChoice(name, {}, make),
+builder = Builder(LlamaConfig(data=options), Rows(), source, TokenizerChoice(name, {}, make),
                   {"content": dict(source.fingerprint())}, 1 << 20)
 builder.build(folder)
 assert "torch" not in sys.modules

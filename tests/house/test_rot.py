@@ -22,7 +22,7 @@ TEXTS = [*MODULES, *SCRIPTS, *sorted((ROOT / "setup").glob("*.py")), *sorted((RO
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-WATCHED = {"contracts.py": 185, "engine/loop.py": 200}  # read first, read most: kept shorter than the rest
+WATCHED = {"contracts.py": 195, "engine/loop.py": 200}  # read first, read most: kept shorter than the rest
 EXEMPTION = re.compile(r"#\s*(?:noqa|type: ignore|pyright: ignore)(?P<rules>[^#\n]*?)(?P<reason> - .*)?$", re.MULTILINE)
 PLAIN_RULES = {  # their reason is always the same one
     "reportPrivateImportUsage",  # torch has its kernels under private names
@@ -190,10 +190,12 @@ def settings(model: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
 def test_settings_stay_few_and_explained() -> None:
     from lockstep.config.schema import FAMILIES
 
-    for family in FAMILIES.values():
-        found = dict(settings(family))
-        assert 60 <= len(found) <= 90
-        assert [name for name, field in found.items() if not field.description] == []
+    found = [dict(settings(family)) for family in FAMILIES.values()]
+    shared = set.intersection(*(set(each) for each in found))
+    assert 60 <= len(shared) <= 90
+    for each in found:
+        assert len(each.keys() - shared) <= 20
+        assert [name for name, field in each.items() if not field.description] == []
 
 
 def test_the_floors_hold() -> None:

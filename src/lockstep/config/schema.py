@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from lockstep.config.section import Section
 from lockstep.data.options import DataOptions
-from lockstep.engine.options import CheckpointOptions, TrainingOptions
+from lockstep.engine.options import CheckpointOptions, EpochTrainingOptions, TrainingOptions
 from lockstep.health.options import DebugOptions
-from lockstep.models.options import LlamaOptions
-from lockstep.objectives.options import CausalOptions
+from lockstep.models.options import EncoderOptions, LlamaOptions, ModelOptions
+from lockstep.objectives.options import CausalOptions, MlmOptions, ObjectiveOptions
 from lockstep.report.options import ReportOptions, RunOptions
 from lockstep.runtime.options import SystemOptions
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """Everything that decides a run. Frozen; a family narrows `model` and `objective`."""
 
-    family: Literal["llama"] = Field("llama", description="What is trained.", json_schema_extra={"role": "identity"})
-    model: LlamaOptions = LlamaOptions()
-    objective: CausalOptions = CausalOptions()
+    family: str
+    model: ModelOptions
+    objective: ObjectiveOptions
     training: TrainingOptions = TrainingOptions()
     data: DataOptions = DataOptions()
     system: SystemOptions = SystemOptions()
@@ -31,4 +31,25 @@ class RunConfig(Section):
     run: RunOptions = RunOptions()
 
 
-FAMILIES: dict[str, type[RunConfig]] = {"llama": RunConfig}
+def _family(name: str) -> Any:
+    return Field(name, description="What is trained.", json_schema_extra={"role": "identity"})
+
+
+class LlamaConfig(RunConfig, frozen=True):
+    """LLaMA, next-token prediction."""
+
+    family: Literal["llama"] = _family("llama")
+    model: LlamaOptions = LlamaOptions()
+    objective: CausalOptions = CausalOptions()
+
+
+class MlmConfig(RunConfig, frozen=True):
+    """Encoders, masked-LM."""
+
+    family: Literal["mlm"] = _family("mlm")
+    model: EncoderOptions = EncoderOptions()
+    objective: MlmOptions = MlmOptions()
+    training: EpochTrainingOptions = EpochTrainingOptions()
+
+
+FAMILIES: dict[str, type[RunConfig]] = {"llama": LlamaConfig, "mlm": MlmConfig}

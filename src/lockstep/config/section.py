@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 Role = Literal["identity", "layout", "cosmetic"]
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True):
     """A frozen group of settings that knows no unknown keys, no NaN and no silent conversions."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), validate_default=True
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), validate_default=True
     )
 
     if not TYPE_CHECKING:  # type checkers know by `frozen`

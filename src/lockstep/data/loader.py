@@ -46,6 +46,7 @@ class Window:
         self._slots = slice(loader.rank * self._rows, (loader.rank + 1) * self._rows)  # of the global batch
         self._numbers = np.arange(self._slots.start, self._slots.stop)
         self._count = max(1, WINDOW_BYTES // (self._rows * self._table.row_bytes)) if self._table.is_whole else 1
+        self._steps = loader.steps
         self._many = _collate_many(self._objective)
         self._first, self._after = 0, 0  # steps at hand
         self._ids = self._epochs = np.empty(0, np.int64)
@@ -59,7 +60,7 @@ class Window:
         place = (step - self._first) // self._stride
         if self._many:
             return self._made[place * self._parts : (place + 1) * self._parts]
-        draw = Draw(self._seed, step, self._batch_rows)
+        draw = Draw(self._seed, step, self._batch_rows, self._steps)
         firsts = range(0, self._rows, self._micro_rows)
         return [self._objective.collate(self._part(place * self._rows, first), draw) for first in firsts]
 
@@ -106,6 +107,7 @@ class Loader:
     workers: int = field(default=0, kw_only=True)
     prefetch: int = field(default=2, kw_only=True)  # steps each worker keeps ready
     pin: bool = field(default=False, kw_only=True)
+    steps: int = field(default=0, kw_only=True)  # of the whole run, for objectives that change on the way
 
     def __post_init__(self) -> None:
         self._step = self.start_step

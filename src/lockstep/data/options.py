@@ -26,7 +26,7 @@ def count(value: object) -> object:
     return int(exact) if exact == exact.to_integral_value() else value
 
 
-class DataOptions(Section):
+class DataOptions(Section, frozen=True):
     """What is trained on, and how it reaches the model."""
 
     dataset_name: str = setting(
@@ -47,9 +47,10 @@ class DataOptions(Section):
         500_000, "Documents used at most, before the split; also 500k, 1.5M.", ge=2, le=1 << 40, examples=["500k"]
     )
     min_words: int = setting(0, "Documents of fewer words are left out.", unit="words", ge=0, le=1 << 20)
-    documents: Literal["joined", "separated", "masked"] = setting(
+    documents: Literal["joined", "separated", "masked", "padded"] = setting(
         "separated",
-        "How documents share a row: joined, with a separator between them, or also blind to each other (masked).",
+        "How documents share a row: joined, with a separator between them, also blind to each other (masked), or not "
+        "at all (padded, mlm only).",
     )
     validation_fraction: float = setting(0.05, "Share of the documents kept for validation.", gt=0, lt=1)
     tokenizer_name: str | None = setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lockstep.data.loader import Loader, validation_batches
 from lockstep.data.stream import StreamTable
 from lockstep.engine import checkpoint, feed, legacy, resume, state
 from lockstep.engine.checkpoint import Checkpointer
+from lockstep.engine.choices import speaking
 from lockstep.engine.council import Council
 from lockstep.engine.feed import Feed
 from lockstep.engine.parts import Parts
@@ -137,6 +138,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
     check_same(prepared.key, everyone)
     link.enter("start")
+    plan = replace(plan, objective=speaking(plan.objective, prepared.tokenizer))
     about = describe(plan, prepared.key, world=group.world)
     stepper, built = make_stepper(plan, group, link)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
@@ -259,6 +261,7 @@ def make_loader(plan: Plan, prepared: Prepared, *, start_step: int, group: Group
         workers=workers,
         prefetch=data.prefetch_factor,
         pin=data.pin_memory and on_gpu,
+        steps=options.max_steps,
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from lockstep import __version__
 from lockstep.data.builders import note_progress
 from lockstep.data.cache import write_table
+from lockstep.engine.choices import speaking
 from lockstep.engine.encoding import encoded_in_order, length_of, pieces_of, too_large
 from lockstep.engine.headway import Headway, counted
 from lockstep.errors import DataError
@@ -91,7 +92,8 @@ class Builder:
     def write_rows(self, folder: Path, documents: Iterable[Array], tokenizer: TokenizerFile) -> int:
         """Pack documents into rows; token ids are stored in two bytes where they fit."""
         separator = tokenizer.separator if self._separated else -1
-        blocks = self.objective.pack(documents, context_length=self.config.training.context_length, separator=separator)
+        objective = speaking(self.objective, tokenizer)
+        blocks = objective.pack(documents, context_length=self.config.training.context_length, separator=separator)
         stored = {"tokens": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"}
         return write_table(folder, blocks, columns=self.objective.columns, stored=stored)
 

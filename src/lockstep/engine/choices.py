@@ -27,7 +27,7 @@ from lockstep.runtime import hub, pins
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
-    from lockstep.contracts import Source
+    from lockstep.contracts import Objective, Source
 
 TRAINED: Mapping[str, tuple[Callable[[Iterable[str], int], TokenizerFile], int]] = {  # how, and the fewest ids
     "builtin": (train_bpe, MIN_BPE_VOCAB),
@@ -141,6 +141,12 @@ def hub_tokenizer(options: DataOptions, name: str) -> TokenizerFile:
             where="data.tokenizer_name",
             hint="check the name and the network; gated models need HF_TOKEN; or use data.tokenizer_name=builtin",
         ) from error
+
+
+def speaking(objective: Objective, tokenizer: TokenizerFile) -> Objective:
+    """The objective, told about the ids of the tokenizer if it needs to know."""
+    told = getattr(objective, "with_vocabulary", None)
+    return told(tokenizer.vocabulary()) if told else objective
 
 
 def existing(name: str) -> Path | None:

@@ -15,6 +15,7 @@ from lockstep.config.load import from_dict
 from lockstep.contracts import Objective, SampleOptions, Tokenizer
 from lockstep.data.tokenize import load_tokenizer
 from lockstep.engine.checkpoint import MODEL, verify
+from lockstep.engine.choices import speaking
 from lockstep.engine.resume import point_of_run, read_about
 from lockstep.engine.shards import Stored
 from lockstep.errors import ConfigError
@@ -49,8 +50,9 @@ def load_run(path: Path, *, device: str = "auto") -> Trained:
         plain, shape, device=place, dtype_name="fp32", seed=0, checkpointing=False, deterministic=False, debug=False
     )
     _fill(built.model, Stored(checkpoint, MODEL))
-    objective: Objective = registry.load("objectives", config.objective.name, "build")(config.objective)
-    return Trained(built.model.eval(), load_tokenizer(checkpoint), objective, shape, checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    objective = speaking(registry.load("objectives", config.objective.name, "build")(config.objective), tokenizer)
+    return Trained(built.model.eval(), tokenizer, objective, shape, checkpoint)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from lockstep.config.section import Section, setting
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp64"]
 
 
-class TrainingOptions(Section):
+class TrainingOptions(Section, frozen=True):
     """The optimisation."""
 
     batch_size: int = setting(2, "Rows of one micro-batch on one GPU.", unit="rows", ge=1, le=1 << 20)
@@ -53,7 +53,14 @@ class TrainingOptions(Section):
     )
 
 
-class CheckpointOptions(Section):
+class EpochTrainingOptions(TrainingOptions, frozen=True):
+    """The same for families that count in passes over the data."""
+
+    epochs: float = setting(0, "Passes over the training rows; 0: max_steps decides.", ge=0, le=1e6)
+    warmup_ratio: float = setting(0.0, "Warm-up as a share of all steps; 0: warmup_steps decides.", ge=0, le=1)
+
+
+class CheckpointOptions(Section, frozen=True):
     """Saving and going on."""
 
     keep_last: int = setting(2, "Checkpoints kept.", role="cosmetic", ge=2, le=1 << 20)

@@ -7,7 +7,7 @@ from typing import Literal
 from lockstep.config.section import Section, setting
 
 
-class DebugOptions(Section):
+class DebugOptions(Section, frozen=True):
     """More words, more checks, less speed."""
 
     enabled: bool = setting(False, "Read every step at once and check every gradient.", role="cosmetic")

@@ -10,44 +10,29 @@ AttentionBackend = Literal["auto", "native_flash", "native_math", "cudnn", "flas
 FROM_SHAPE = "null: as the shape named by model_path"
 
 
-class LlamaOptions(Section):
-    """A LLaMA: the shape comes from model_path, each size can be overridden."""
+class ModelOptions(Section, frozen=True):
+    """What every model has: the shape comes from model_path, each size can be overridden."""
 
-    model_type: Literal["llama"] = setting("llama", "Model family; must agree with the family being trained.")
     model_path: str = setting(
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "Shape by name (see `lockstep config explain model.model_path`), a folder in Hugging Face form, or a hub id.",
-        min_length=1,
-        max_length=500,
+        "", "Shape by name, a folder in Hugging Face form, or a hub id.", min_length=1, max_length=500
     )
     init: Literal["random", "pretrained", "pretrained-truncated"] = setting(
         "random", "Where the first weights come from; pretrained-truncated keeps only the first num_layers layers."
     )
-    num_layers: int = setting(4, "Number of transformer layers.", ge=1, le=1000)
     hidden_size: int | None = setting(None, f"Width of the model ({FROM_SHAPE}).", ge=2, le=1 << 20)
     num_attention_heads: int | None = setting(None, f"Query heads ({FROM_SHAPE}).", ge=1, le=1 << 12)
-    num_key_value_heads: int | None = setting(
-        None, f"Grouped-query heads; must divide the query heads ({FROM_SHAPE}).", ge=1, le=1 << 12
-    )
-    head_dim: int | None = setting(None, f"Width of one head; must be even ({FROM_SHAPE}).", ge=2, le=1 << 14)
-    intermediate_size: int | None = setting(None, f"Width of the SwiGLU layer ({FROM_SHAPE}).", ge=1, le=1 << 22)
+    intermediate_size: int | None = setting(None, f"Width of the feed-forward layer ({FROM_SHAPE}).", ge=1, le=1 << 22)
     vocab_size: int | None = setting(
         None, f"Rows of the embedding; at least the tokenizer's size ({FROM_SHAPE}).", ge=2, le=1 << 24
     )
     max_position_embeddings: int | None = setting(
         None, f"Longest context the model accepts ({FROM_SHAPE}).", unit="tokens", ge=1, le=1 << 30
     )
-    rope_theta: float | None = setting(None, f"Base of the rotary frequencies ({FROM_SHAPE}).", gt=0, le=1e12)
-    rope_scaling: Literal["auto", "none"] = setting(
-        "auto", "auto: llama3 frequency scaling where the shape has it; none: plain rotary positions."
-    )
-    tie_word_embeddings: bool | None = setting(None, f"Share embedding and output matrix ({FROM_SHAPE}).")
     init_std: float = setting(
         0.02, "Standard deviation of the first weights; lower it if training diverges.", gt=0, le=10
     )
     head_init_std: float | None = setting(None, "The same for the output matrix (null: init_std).", gt=0, le=10)
-    depth_scaled_init: bool = setting(False, "Divide the residual projections' std by sqrt(2 * num_layers).")
-    dropout: float = setting(0.0, "Dropout on the residual branches; LLaMA itself uses none.", ge=0, lt=1)
+    dropout: float = setting(0.0, "Dropout on the residual branches.", ge=0, lt=1)
     attention_backend: AttentionBackend = setting(
         "auto", "Attention kernel; a named one is used or refused, auto picks and says which.", role="layout"
     )
@@ -57,3 +42,47 @@ class LlamaOptions(Section):
     compile: Literal["auto", "on", "off"] = setting(
         "auto", "torch.compile of each block; auto: on for CUDA outside debug.", role="layout"
     )
+
+
+class LlamaOptions(ModelOptions, frozen=True):
+    """A LLaMA."""
+
+    model_type: Literal["llama"] = setting("llama", "Model family; must agree with the family being trained.")
+    model_path: str = setting(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "Shape by name (see `lockstep config explain model.model_path`), a folder in Hugging Face form, or a hub id.",
+        min_length=1,
+        max_length=500,
+    )
+    num_layers: int = setting(4, "Number of transformer layers.", ge=1, le=1000)
+    num_key_value_heads: int | None = setting(
+        None, f"Grouped-query heads; must divide the query heads ({FROM_SHAPE}).", ge=1, le=1 << 12
+    )
+    head_dim: int | None = setting(None, f"Width of one head; must be even ({FROM_SHAPE}).", ge=2, le=1 << 14)
+    rope_theta: float | None = setting(None, f"Base of the rotary frequencies ({FROM_SHAPE}).", gt=0, le=1e12)
+    rope_scaling: Literal["auto", "none"] = setting(
+        "auto", "auto: llama3 frequency scaling where the shape has it; none: plain rotary positions."
+    )
+    tie_word_embeddings: bool | None = setting(None, f"Share embedding and output matrix ({FROM_SHAPE}).")
+    depth_scaled_init: bool = setting(False, "Divide the residual projections' std by sqrt(2 * num_layers).")
+    dropout: float = setting(0.0, "Dropout on the residual branches; LLaMA itself uses none.", ge=0, lt=1)
+
+
+class EncoderOptions(ModelOptions, frozen=True):
+    """An encoder: every token sees the whole row."""
+
+    model_type: Literal["encoder"] = setting("encoder", "Model family; must agree with the family being trained.")
+    model_path: str = setting(
+        "lockstep/mlm-small",
+        "Shape by name (lockstep/mlm-tiny, -small, -base, -modern, bert-base-uncased, ...), a folder in Hugging Face "
+        "form, or a hub id.",
+        min_length=1,
+        max_length=500,
+    )
+    architecture: Literal["prenorm", "bert", "modern"] | None = setting(
+        None,
+        "prenorm: norms before each branch, learned positions; bert: as BertForMaskedLM; modern: as ModernBERT, "
+        f"rotary positions and GeGLU ({FROM_SHAPE}).",
+    )
+    num_layers: int | None = setting(None, f"Number of transformer layers ({FROM_SHAPE}).", ge=1, le=1000)
+    dropout: float = setting(0.1, "Dropout on embeddings and residual branches.", ge=0, lt=1)

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from lockstep.config.section import Section, setting
 
+NAME = "A file of objectives/, or pkg.module:Class for your own."
 
-class CausalOptions(Section):
-    """Next-token prediction."""
 
-    name: str = setting("causal", "A file of objectives/, or pkg.module:Class for your own.", max_length=200)
+class ObjectiveOptions(Section, frozen=True):
+    """What every objective has."""
+
+    marks_places: ClassVar[bool] = False  # needs a tokenizer with [CLS], [SEP], [PAD] and [MASK]
+    name: str = setting("causal", NAME, max_length=200)
 
     @staticmethod
     def columns_of(documents: str) -> Mapping[str, str]:
         """What a cached row holds under `data.documents`: known before torch is loaded."""
+        raise NotImplementedError(documents)
+
+
+class CausalOptions(ObjectiveOptions, frozen=True):
+    """Next-token prediction."""
+
+    @staticmethod
+    def columns_of(documents: str) -> Mapping[str, str]:
         return {"tokens": "int32", "starts": "uint8"} if documents == "masked" else {"tokens": "int32"}
+
+
+class MlmOptions(ObjectiveOptions, frozen=True):
+    """Masked-LM: some tokens are hidden and predicted from both sides."""
+
+    marks_places: ClassVar[bool] = True
+    name: str = setting("mlm", NAME, max_length=200)
+    mask_probability: float = setting(0.15, "Share of the tokens that is chosen to be predicted.", gt=0, lt=1)
+    last_mask_probability: float | None = setting(
+        None, "Share at the last step, reached on a straight line (null: mask_probability throughout).", gt=0, lt=1
+    )
+    masked_share: float = setting(0.8, "Of the chosen tokens, how many become [MASK].", ge=0, le=1)
+    random_share: float = setting(0.1, "Of the chosen tokens, how many become a random token.", ge=0, le=1)
+    whole_words: bool = setting(False, "Choose whole words: all tokens of a word, or none.")
+
+    @staticmethod
+    def columns_of(documents: str) -> Mapping[str, str]:
+        """The same rows however documents share them: the special tokens say where one begins."""
+        assert documents
+        return {"tokens": "int32"}

@@ -9,7 +9,7 @@ from pydantic import Field
 from lockstep.config.section import Section, setting
 
 
-class ReportOptions(Section):
+class ReportOptions(Section, frozen=True):
     """What the user sees."""
 
     log_interval: int = setting(1, "Steps between step lines.", unit="steps", role="cosmetic", ge=1, le=1 << 40)
@@ -21,13 +21,17 @@ class ReportOptions(Section):
     progress: Literal["auto", "on", "off"] = setting("auto", "Progress bar; auto: on a terminal.", role="cosmetic")
     tensorboard: bool = setting(True, "Write TensorBoard files to <run>/tb.", role="cosmetic")
     profile: bool = setting(False, "Trace a few steps to <run>/profile.json (chrome://tracing).", role="cosmetic")
+    results_dir: str | None = setting(
+        None, "Also write weights, vocabulary, loss history and its picture here (null: no).", role="cosmetic",
+        max_length=4000,
+    )  # fmt: skip
     sample_prompt: str = setting(
         "The", "What the sample at the end continues; empty: no sample.", role="cosmetic", max_length=10_000
     )
     sample_tokens: int = setting(48, "Length of that sample.", unit="tokens", role="cosmetic", ge=1, le=1 << 20)
 
 
-class RunOptions(Section):
+class RunOptions(Section, frozen=True):
     """What the run is called and where it lies."""
 
     name: str | None = setting(None, "Name of the run folder (null: family, preset and time).", role="cosmetic")

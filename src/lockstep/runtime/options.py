@@ -7,7 +7,7 @@ from typing import Literal
 from lockstep.config.section import Section, setting
 
 
-class SystemOptions(Section):
+class SystemOptions(Section, frozen=True):
     """Where and how exactly the work runs."""
 
     device: Literal["auto", "cuda", "cpu"] = setting(
