@@ -53,7 +53,7 @@ def test_every_verb_has_help(lockstep: Run, verb: str) -> None:
     "words",
     [
         ["nonsense"], ["config"], ["config", "nonsense"], ["train"], ["train", "nonsense"],
-        ["train", "llama", "nonsense"], ["train", "mlm"], ["init", "ad"], ["config", "schema", "llada"],
+        ["train", "llama", "nonsense"], ["train", "llada"], ["init", "ad"], ["config", "schema", "llada"],
         ["train", "llama", "tiny", "demo"], ["train", "llama", "tiny", "--preset", "demo"], ["config", "list", "--foo"],
         ["sample", "x"], ["sample", "x", "y", "--tokens", "0"], ["sample", "x", "y", "--temperature", "nan"],
         ["export", "x"], ["export", "x", "--to", "gguf"], ["config", "explain", "nonsense"], ["config", "schema", "x"],
@@ -100,10 +100,27 @@ def test_alone_it_shows_devices_runs_and_three_commands(
         assert words in listing
 
 
+def test_alone_it_proposes_a_prompt_that_suits_the_last_run(lockstep: Run, in_dir: Path) -> None:
+    write_json(in_dir / "runs" / "one" / "config.json", {"family": "llama"})
+    assert 'lockstep sample one "The"' in lockstep().out
+    write_json(in_dir / "runs" / "one" / "config.json", {"family": "mlm"})
+    assert 'lockstep sample one "the [MASK] sat"' in lockstep().out
+
+
 def test_families_lists_the_documented_commands(lockstep: Run) -> None:
     """Contract item 157."""
     text = lockstep("families").out
-    for words in ("python3 pretrain_main.py", "bash run.sh", "./train_gpu.sh", "not built yet"):
+    for words in (
+        "python3 pretrain_main.py",
+        "bash run.sh",
+        "./train_gpu.sh",
+        "python multi_gpu_configs.py list",
+        "./train_h200_8gpu_standard.sh",
+        "./run_multi_gpu_training.sh",
+        "python mlm_pretrain_v3.py",
+        "torchrun --nproc_per_node=8 mlm_pretrain_v3.py",
+        "not built yet",
+    ):
         assert words in text
 
 
@@ -117,10 +134,10 @@ def test_init_puts_the_scripts_into_a_folder(lockstep: Run, in_dir: Path) -> Non
 
 
 def test_a_family_that_is_not_built_says_so(lockstep: Run) -> None:
-    for words in (["train", "mlm", "tiny"], ["init", "mlm"], ["config", "explain", "--family", "mlm"]):
+    for words in (["train", "llada", "tiny"], ["init", "llada"], ["config", "explain", "--family", "llada"]):
         result = lockstep(*words)
         assert result.code == 2
-        assert "family 'mlm' is not built yet" in result.err
+        assert "family 'llada' is not built yet" in result.err
         assert "lockstep families" in result.err
         assert "did you mean" not in result.err
     assert "did you mean 'llama'?" in lockstep("train", "lama").err
@@ -278,9 +295,9 @@ def test_sample_and_export_reach_the_engine(lockstep: Run, in_dir: Path, monkeyp
     monkeypatch.setattr(inference, "export_run", lambda *given: seen.append(given) or given[1])
     result = lockstep("sample", "mine", "--top_k", "3", "Once=upon a", "--tokens=9", "--temperature", "0")
     assert result.out == "spoken\n"
-    path, prompt, options = seen[0]
+    path, prompt, given = seen[0]
     assert (path, prompt) == (Path("runs/mine"), "Once=upon a")
-    assert (options.tokens, options.temperature, options.top_k, options.seed) == (9, 0.0, 3, 0)
+    assert given == {"tokens": 9, "temperature": 0.0, "top_k": 3}  # what is left out is as suits the model
     assert lockstep("sample", "mine", "--", "--odd").code == 0
     assert seen[1][1] == "--odd"
     assert lockstep("export", "mine", "--to", "hf", "there", "--dtype", "bfloat16").code == 0
@@ -319,7 +336,7 @@ def test_too_little_text_names_the_file(lockstep: Run, in_dir: Path, text: str) 
 def crash(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     from lockstep.config import show
 
-    def broken() -> str:
+    def broken(_: str | None) -> str:
         raise RuntimeError(message)
 
     monkeypatch.setattr(show, "list_presets", broken)

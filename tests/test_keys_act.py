@@ -106,6 +106,7 @@ ELSEWHERE: dict[str, str] = {
         "test_settings_reach_the_workers",
     ),
     "report.profile": "test_logs_profile_and_settings_that_act",
+    "report.results_dir": "test_other_families_have_results_too",
     # below, in this file
     "system.device": "test_the_device_is_the_one_that_was_named",
     "system.device_id": "test_the_device_is_the_one_that_was_named",
@@ -278,7 +279,7 @@ def test_the_cache_is_emptied_when_due(
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     council = SimpleNamespace(
-        fetch=lambda *_: [], agreed=SimpleNamespace(stop=None, tokens=0), look_ahead=lambda *_: None
+        fetch=lambda *_: [], agreed=SimpleNamespace(stop=None, tokens=0, weights={}), look_ahead=lambda *_: None
     )
     parts: Any = SimpleNamespace(
         config=loaded({"system.empty_cache_interval": interval}).config,
@@ -291,6 +292,7 @@ def test_the_cache_is_emptied_when_due(
         stopping=False,
         stepper=SimpleNamespace(launch=lambda *_: None, waited_seconds=0.0),
         pace=SimpleNamespace(own=0.0),
+        is_over=lambda done: done >= 10,
     )
     for step in range(10):
         loop.launch(parts, step)

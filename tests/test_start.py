@@ -51,7 +51,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         say("supervised")
         return found.outcome
 
-    def train(loaded: Loaded) -> int:
+    def train(loaded: Loaded, _: starting.Start) -> int:
         found.inline.append(loaded)
         return 0
 

@@ -82,10 +82,11 @@ def preset_or_file(
 
 
 def setting_words() -> set[str]:
-    """The words that are settings without their section."""
+    """The words that are settings of some family, without their section."""
     from lockstep.config.given import flag_words
+    from lockstep.config.schema import FAMILIES
 
-    return flag_words("llama")
+    return set[str]().union(*(flag_words(family) for family in FAMILIES))
 
 
 def with_debug(preset: str | None, flags: Sequence[Flag]) -> tuple[str, list[Flag]]:
@@ -102,8 +103,12 @@ def resolve(
     file: Path | None = None,
     flags: Sequence[Flag] = (),
     overrides: Mapping[str, Any] | None = None,
+    check: bool = True,
 ) -> Loaded:
-    """The configuration for what was asked; with neither preset nor file, what suits the machine."""
+    """The configuration for what was asked; with neither preset nor file, what suits the machine.
+
+    check: whether its sizes must fit together by now.
+    """
     from dataclasses import replace
 
     from lockstep.config.load import load as load_config
@@ -113,26 +118,30 @@ def resolve(
     wishes = env.launcher_wishes()  # stronger than a file, weaker than a flag of our own
     flags = [*wishes.items(), *flags]
     if preset is None and file is None:
-        preset, notice = pick_preset(_asked_device(flags, overrides or {}))
+        preset, notice = pick_preset(_asked_device(flags, overrides or {}), family)
     loaded = load_config(family, preset=preset, file=file, flags=flags, overrides=overrides or {})
-    _check(loaded)
+    if check:
+        _check(loaded)
     asked = ", ".join(f"{key} {value}" for key, value in wishes.items())
     said = (*([notice] if notice else []), *([f"accelerate asks for {asked}"] if asked else []))
     return replace(loaded, notices=(*said, *loaded.notices)) if said else loaded
 
 
-def pick_preset(device: str) -> tuple[str, str]:
+def pick_preset(device: str, family: str = "llama") -> tuple[str, str]:
     """The preset when none was named, and the line that says so."""
+    from lockstep.families import FAMILIES
+
+    usual = FAMILIES[family].preset if family in FAMILIES else "production"
     if device == "cpu":
         return "demo", "The CPU was asked for: running the demo preset"
     if device == "cuda":
-        return "production", "Running the production preset"
+        return usual, f"Running the {usual} preset"
     from lockstep.runtime.devices import visible_gpus
 
     gpus = visible_gpus()
     if not gpus:
         return "demo", "No GPUs detected: running the demo preset on the CPU"
-    return "production", f"{len(gpus)} x {gpus[0].name}: running the production preset"
+    return usual, f"{len(gpus)} x {gpus[0].name}: running the {usual} preset"
 
 
 def _asked_device(flags: Sequence[Flag], overrides: Mapping[str, Any]) -> str:
@@ -146,16 +155,16 @@ def _asked_device(flags: Sequence[Flag], overrides: Mapping[str, Any]) -> str:
 
 
 def _check(loaded: Loaded) -> None:
-    """Sizes that do not fit together are refused here, at the line that set them, if the shape needs no look-up."""
+    """What does not fit together is refused here, at the line that set it; sizes if the shape needs no look-up."""
     from lockstep.models import shapes
     from lockstep.runtime import env, hub
 
     config = loaded.config
     env.hide(hub.token_of(config.data.hf_token))
-    if shapes.known(config.model.model_path) is None:
-        return
     try:
-        shapes.resolve(config.model, context_length=config.training.context_length)
+        config.objective.check(config.data.documents)
+        if shapes.known(config.model.model_path) is not None:
+            shapes.resolve(config.model, context_length=config.training.context_length)
     except LockstepError as error:
         origin = loaded.origins.get(error.where)
         if origin is None or origin.layer == "preset":

@@ -46,7 +46,7 @@ SHORTS = (
     Short("--log-level", "DEBUG, INFO, WARNING or ERROR", "LEVEL"),
     Short("--log-file", "also write the log here", "FILE"),
     Short("--log-dir", "also write logs here", "DIR"),
-    Short("--log-prefix", "bracket or colon", "STYLE"),
+    Short("--log-prefix", "bracket, colon or none", "STYLE"),
     Short("--hf-token", "Hugging Face token ($HF_TOKEN); never written", "TOKEN"),
 )
 SCRIPTS = ("slurm", "torchrun", "accelerate", "k8s")
@@ -82,12 +82,18 @@ class Parser(argparse.ArgumentParser):
         self.epilog = EVERY_SETTING
         group = self.add_argument_group("short words for settings")
         for short in SHORTS:
-            self.shorts[short.name] = short
-            shown = short.metavar.replace("%", "%%") or None
-            if shown:
-                group.add_argument(short.name, metavar=shown, help=short.help)
-            else:
-                group.add_argument(short.name, action="store_true", help=short.help)
+            if short.name not in self.shorts:  # a documented script may have explained it in its own words
+                self.add_short(short, group)
+
+    def add_short(self, short: Short, group: Any = None) -> None:
+        """One such word."""
+        group = group or self
+        self.shorts[short.name] = short
+        shown = short.metavar.replace("%", "%%") or None
+        if shown:
+            group.add_argument(short.name, metavar=shown, help=short.help)
+        else:
+            group.add_argument(short.name, action="store_true", help=short.help)
 
     def add_launch(self) -> None:
         """How the workers are started: not a setting of the run, but of this start."""
@@ -232,7 +238,7 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
 
 def _configuration(parser: Parser, *, needed: bool = True) -> None:
-    parser.add_argument("family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama")
+    parser.add_argument("family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama or mlm")
     parser.add_argument("what", metavar="PRESET|FILE", nargs="?", help="a preset (lockstep config list) or a file")
     parser.flag("--preset", "settings to start from", metavar="NAME")
     parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
@@ -263,11 +269,26 @@ def _prepare(parser: Parser) -> None:
 
 def _sample(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
-    parser.add_argument("prompt", metavar="PROMPT", help="what the model continues")
-    parser.flag("--tokens", "how many at most (64)", metavar="N", type=whole(1), default=64)
-    parser.flag("--temperature", "0 is greedy (0.8)", metavar="T", type=real(0, 100), default=0.8)
-    parser.flag("--top-k", "draw from the K likeliest, 0 from all (50)", metavar="K", type=whole(0), default=50)
-    parser.flag("--seed", "another seed, another text (0)", metavar="N", type=whole(0), default=0)
+    parser.add_argument("prompt", metavar="PROMPT", help="what the model continues, or a text with [MASK]s to fill")
+    parser.flag("--tokens", "how many at most (64; a [MASK] is one)", metavar="N", type=whole(1))
+    parser.flag("--temperature", "0 is greedy (0.8; for [MASK]s 0)", metavar="T", type=real(0, 100))
+    parser.flag("--top-k", "draw from the K likeliest, 0 from all (50)", metavar="K", type=whole(0))
+    parser.flag("--seed", "another seed, another text (0)", metavar="N", type=whole(0))
+
+
+def _eval(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
+    parser.flag("--json", "as JSON")
+    group = parser.add_argument_group("a test on labelled text, beside random first weights")
+    parser.flag("--labels", ".jsonl, .json, .csv or .parquet file of texts and labels", metavar="FILE", group=group)
+    parser.flag("--text-column", "field of the text (text)", metavar="NAME", group=group)
+    parser.flag("--label-column", "field of the label (label)", metavar="NAME", default="label", group=group)
+    parser.flag("--method", "probe or finetune (probe)", metavar="HOW", default="probe",
+                choices=("probe", "finetune"), group=group)  # fmt: skip
+    parser.flag("--seeds", "how often (3)", metavar="N", type=whole(1), default=3, group=group)
+    parser.flag("--max-samples", "texts used at most (all)", metavar="N", type=whole(1), group=group)
+    parser.flag("--epochs", "of fine-tuning (3)", metavar="N", type=whole(1), default=3, group=group)
+    parser.flag("--lr", "of fine-tuning (by the model's width)", metavar="RATE", type=real(1e-9, 1), group=group)
 
 
 def _export(parser: Parser) -> None:
@@ -311,6 +332,10 @@ def _list(parser: Parser) -> None:
     del parser  # takes nothing
 
 
+def _presets(parser: Parser) -> None:
+    parser.flag("--family", "whose presets (all)", metavar="FAMILY")
+
+
 def _show(parser: Parser) -> None:
     _configuration(parser)
     parser.flag("--json", "as a file that can be loaded again")
@@ -348,8 +373,9 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "doctor": _doctor,
     "script": _script,
     "sample": _sample,
+    "eval": _eval,
     "export": _export,
-    "config list": _list,
+    "config list": _presets,
     "config show": _show,
     "config explain": _explain,
     "config validate": _validate,

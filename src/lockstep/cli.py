@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 import sys
 from argparse import Namespace
@@ -204,15 +205,36 @@ def _found(run: str) -> Path:
 
 
 def sample(arguments: Namespace, _: list[Setting]) -> int:
-    """Let a trained model speak."""
-    from lockstep.contracts import SampleOptions
+    """Let a trained model speak: continue a text, or fill its blanks."""
     from lockstep.home import find_run
 
     path = find_run(arguments.run)
-    options = SampleOptions(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
+    asked = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
     from lockstep.engine.inference import sample_run
 
-    say(sample_run(path, arguments.prompt, options))
+    say(sample_run(path, arguments.prompt, {name: value for name, value in asked.items() if value is not None}))
+    return ExitCode.DONE
+
+
+def evaluate(arguments: Namespace, _: list[Setting]) -> int:
+    """Measure a trained model on its validation rows, or on labelled text."""
+    from lockstep.home import find_run
+
+    path = find_run(arguments.run)
+    if arguments.labels:
+        from lockstep.engine.labelled import read_labelled
+
+        columns = {"text_column": arguments.text_column, "label_column": arguments.label_column}
+        labelled = read_labelled(arguments.labels, at_most=arguments.max_samples, **columns)
+        from lockstep.engine.measure import How, measure_labels
+
+        how = How(arguments.method, arguments.seeds, arguments.epochs, arguments.lr)
+        found = measure_labels(path, labelled, how)
+    else:
+        from lockstep.engine.measure import measure_run
+
+        found = measure_run(path)
+    say(json.dumps(found.fields(), indent=2) if arguments.json else "\n".join(found.lines()))
     return ExitCode.DONE
 
 
@@ -236,11 +258,11 @@ def export(arguments: Namespace, _: list[Setting]) -> int:
     return ExitCode.DONE
 
 
-def config_list(_: Namespace, __: list[Setting]) -> int:
+def config_list(arguments: Namespace, _: list[Setting]) -> int:
     """Show the presets."""
     from lockstep.config.show import list_presets
 
-    say(list_presets())
+    say(list_presets(arguments.family))
     return ExitCode.DONE
 
 
@@ -255,10 +277,12 @@ def config_show(arguments: Namespace, settings: list[Setting]) -> int:
 
 def config_explain(arguments: Namespace, _: list[Setting]) -> int:
     """Say what a setting means and accepts."""
+    from lockstep.config.catalog import config_class
     from lockstep.config.show import explain
-    from lockstep.models.shapes import KNOWN
+    from lockstep.models.shapes import names
 
-    say(explain(arguments.key, arguments.family, known_models=tuple(KNOWN)))
+    options = type(config_class(arguments.family)().model)  # pyright: ignore[reportCallIssue] - families have defaults
+    say(explain(arguments.key, arguments.family, known_models=names(options)))
     return ExitCode.DONE
 
 
@@ -281,12 +305,13 @@ def config_schema(arguments: Namespace, _: list[Setting]) -> int:
 
 def init(arguments: Namespace, _: list[Setting]) -> int:
     """Put the documented scripts of a family into a folder."""
+    from lockstep.families import FAMILIES
     from lockstep.families import init as put_scripts
 
     folder = Path(arguments.folder)
     if written := put_scripts(arguments.family, folder):
         go_there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-        say(*map(str, written), f"next: {go_there}bash run.sh --config test_config.json")
+        say(*map(str, written), f"next: {go_there}{FAMILIES[arguments.family].try_first}")
     else:
         say(f"Everything is already in {folder}")
     return ExitCode.DONE
@@ -309,7 +334,8 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "stop": ("let a run save and end", stop),
     "doctor": ("check whether this machine can train", doctor),
     "script": ("print a script for slurm, torchrun, accelerate or k8s", script),
-    "sample": ("let a trained model continue a text", sample),
+    "sample": ("let a trained model continue a text, or fill its [MASK]s", sample),
+    "eval": ("measure a trained model; --labels FILE: a test beside random weights", evaluate),
     "export": ("write a trained model for transformers", export),
     "config list": ("show the presets", config_list),
     "config show": ("show every value and where it comes from", config_show),

@@ -10,57 +10,26 @@ import logging
 import os
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from lockstep import api, guard
-from lockstep.arguments import Parser, Setting, understand
+from lockstep import api, compat_mlm, compat_mlm_scripts, guard
+from lockstep.compat_door import Door, parse, resolve
 from lockstep.errors import ExitCode, OutputError
-from lockstep.families import doors_folder, families_table, init
+from lockstep.families import families_table, init
 from lockstep.guard import say
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
     from lockstep.start import Start
 
-__all__ = ["DOORS", "entry", "families_table", "init", "main", "parse", "resolve"]
+__all__ = ["DOORS", "configurations", "entry", "families_table", "init", "main", "parse", "resolve", "show_only"]
 logger = logging.getLogger("lockstep.compat")  # also when run with -m
 
 LOG_ROOT = Path("/tmp")  # the documented place, whatever TMPDIR says
 RULE = "=" * 60
-
-
-@dataclass(frozen=True)
-class Door:
-    """A documented script: what it is for and what it sets where the user has not."""
-
-    script: str
-    summary: str
-    log_prefix: Literal["bracket", "colon"] = "colon"
-    launcher: bool = False  # writes /tmp/model_check_logs_*, labels every line
-    prepares: bool = False  # only prepares the dataset
-
-    def parser(self) -> Parser:
-        """The flags of the script; with those of every setting."""
-        parser = Parser("", self.summary)
-        parser.prog = f"bash {self.script}" if self.script.endswith(".sh") else f"python3 {self.script}"
-        parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
-        parser.flag("--preset", "settings to start from (production; demo where there is no GPU)", metavar="NAME")
-        parser.flag("--debug", "the debug preset, or debug output for another one")
-        parser.flag("--dry-run", "show the resolved configuration, and stop")
-        parser.add_shorts()
-        parser.add_launch()
-        return parser
-
-    def defaults(self) -> dict[str, str]:
-        """Settings of the script itself: over the preset, under the file and the flags."""
-        places = {"training.checkpoint_dir": "./.checkpoints", "system.output_dir": "./.outputs"}
-        every = {"report.log_all_ranks": "true"} if self.launcher else {}
-        return places | every | {"report.log_prefix": self.log_prefix}
-
 
 DOORS = {
     door.script: door
@@ -69,18 +38,33 @@ DOORS = {
         Door("run.sh", "Prepare the data, then train a LLaMA.", log_prefix="bracket", launcher=True),
         Door("run_training.sh", "Prepare the data, then train a LLaMA.", launcher=True),
         Door("prepare_dataset.py", "Prepare the dataset of a configuration, without training.", prepares=True),
+        compat_mlm.DOOR,
     )
 }
 
 
 def main(script: str, argv: Sequence[str]) -> int:
     """Run a documented script with its arguments; returns the exit code."""
-    return guard.run(lambda: _run(DOORS[script], argv), argv, tell=_tell)
+    program = compat_mlm_scripts.PROGRAMS.get(script)
+    return guard.run(lambda: program(argv) if program else _run(DOORS[script], argv), argv, tell=_tell)
 
 
 def entry(script: str, argv: Sequence[str]) -> None:
     """The same as a whole program."""
     guard.leave(lambda: main(script, argv))
+
+
+def configurations(source: str, argv: Sequence[str]) -> None:
+    """multi_gpu_configs.py as a whole program; `source` is the file of it that the user may have added to."""
+    guard.leave(lambda: guard.run(lambda: compat_mlm_scripts.configurations(argv, source), argv))
+
+
+def show_only(loaded: Loaded) -> int:
+    """--dry-run: what would be trained."""
+    from lockstep.config.show import show
+
+    say(show(loaded, only_set=True), "", api.sizes(loaded))
+    return ExitCode.DONE
 
 
 def _run(door: Door, argv: Sequence[str]) -> int:
@@ -93,43 +77,12 @@ def _run(door: Door, argv: Sequence[str]) -> int:
         return _prepare(loaded)
     check_asked(loaded.config.system)
     if asked.dry_run:
-        from lockstep.config.show import show
-
-        say(show(loaded, only_set=True), "", api.sizes(loaded))
-        return ExitCode.DONE
+        return show_only(loaded)
     begin = replace(Start.of(("lockstep.compat", door.script), argv, asked), single=not door.launcher)
+    begin = replace(begin, opening=door.opening)
     if door.launcher and not is_child():
         return _launch(loaded, begin, argv)
     return start(loaded, begin)
-
-
-def parse(door: Door, argv: Sequence[str]) -> tuple[Namespace, list[Setting]]:
-    """The script's own flags, and the settings: `--section.key value`, `section.key=value`, or a short word."""
-    return understand(door.parser(), argv, api.setting_words)
-
-
-def resolve(door: Door, asked: Namespace, settings: Sequence[Setting]) -> Loaded:
-    """The configuration of a command line: preset < the script's own defaults < file < flags."""
-    from lockstep.config.load import Origin
-
-    preset, flags = api.with_debug(asked.preset, settings) if asked.debug else (asked.preset, [*settings])
-    file, notices = _find_config(asked.config)
-    first = api.resolve("llama", preset=preset, file=file, flags=flags)
-    taken = {key for key, origin in first.origins.items() if origin.layer in ("file", "flag")}
-    own = {key: value for key, value in door.defaults().items() if key not in taken}
-    loaded = api.resolve("llama", preset=first.preset, file=file, flags=[*own.items(), *flags])
-    origins = {**loaded.origins, **{key: Origin("script", door.script) for key in own if key in loaded.origins}}
-    return replace(loaded, origins=origins, notices=(*notices, *first.notices))
-
-
-def _find_config(name: str | None) -> tuple[Path | None, tuple[str, ...]]:
-    """The file of --config: as given, else the example of that name that lies beside the documented scripts."""
-    if name is None:
-        return None, ()
-    examples = doors_folder() / "model_check"
-    if name in {path.name for path in examples.glob("*.json")} and not Path(name).exists():
-        return examples / name, (f"No {name} in this folder: using the example {examples / name}",)
-    return Path(name), ()
 
 
 def _free_log_folder() -> Path:
@@ -180,7 +133,9 @@ def _tell(text: str, kind: guard.Kind) -> None:
     """To the log, once there is one, so that the line carries its label; else to the error stream."""
     from lockstep.report.logs import console_handler
 
-    if console_handler() is not None:
+    if (console := console_handler()) is not None:
+        if kind == "error" and not console.labels:  # nothing else would say that this line is one
+            text = f"lockstep: error: {text}"
         logger.log(logging.WARNING if kind == "stopped" else logging.ERROR, "%s", text)
     else:
         guard.complain(text, kind)

@@ -21,6 +21,8 @@ class Family:
     what: str
     folder: str = ""
     commands: tuple[str, ...] = ()
+    preset: str = "production"  # where none is named; without a GPU it is demo
+    try_first: str = ""  # of the scripts, in a new folder of them
 
 
 FAMILIES = {
@@ -38,8 +40,22 @@ FAMILIES = {
                 "./train_gpu.sh 3 [--debug]",
                 "./train_auto_gpu.sh",
             ),
+            try_first="bash run.sh --config test_config.json",
         ),
-        Family("mlm", "masked language models"),
+        Family(
+            "mlm",
+            "encoders, masked-LM",
+            "mlm",
+            (
+                "python multi_gpu_configs.py list | info NAME | generate NAME | estimate NAME",
+                "./train_h200_8gpu_standard.sh (after generate)",
+                "./run_multi_gpu_training.sh [hf 32 5 3e-5 true 500k]",
+                "python mlm_pretrain_v3.py [--dataset imdb] [--config-name NAME] [--overwrite]",
+                "torchrun --nproc_per_node=8 mlm_pretrain_v3.py [--dataset hf --batch-size 32 --epochs 5 --lr 3e-5]",
+            ),
+            preset="mlm_small",
+            try_first="python multi_gpu_configs.py list",
+        ),
         Family("llada", "LLaDA, masked diffusion"),
         Family("ad", "Algorithm Distillation"),
     )
@@ -94,6 +110,6 @@ def families_table() -> str:
     for family in FAMILIES.values():
         lines.append(f"{family.name:<8}{family.what}{'' if family.folder else ' (not built yet)'}")
         lines += [f"          {command}" for command in family.commands]
-    ready = next(family.name for family in FAMILIES.values() if family.folder)
-    lines.append(f"`lockstep init {ready} DIR` puts these scripts into a folder.")
+    ready = "|".join(family.name for family in FAMILIES.values() if family.folder)
+    lines.append(f"`lockstep init {ready} DIR` puts the scripts of a family into a folder.")
     return "\n".join(lines) + "\n"

@@ -47,6 +47,13 @@ def complain(text: str, kind: Kind = "error") -> None:
         _drop(sys.stderr)
 
 
+def complain_plainly(text: str) -> None:
+    """The same for a text that is documented as it stands."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
 def run(program: Callable[[], int], words: Sequence[str], tell: Tell = complain) -> int:
     """The exit code of a program with these words on its command line; whatever it raises is told."""
     _open_streams()

@@ -56,9 +56,18 @@ def home() -> str:
     lines += ["", f"last runs in {RUNS}/"]
     lines += [f"  {run.name}  {_state(RunDir(run))}" for run in runs] or ["  none yet"]
     lines += ["", "try", f"  lockstep train llama {'production' if gpus else 'demo'}"]
-    lines += [f'  lockstep sample {runs[0].name} "The"'] if runs else ["  lockstep config list"]
+    lines += [f'  lockstep sample {runs[0].name} "{_prompt(runs[0])}"'] if runs else ["  lockstep config list"]
     lines += ["  lockstep --help"]
     return "\n".join(lines)
+
+
+def _prompt(run: Path) -> str:
+    """What its model can do something with: encoders fill blanks."""
+    try:
+        family = json.loads((run / "config.json").read_text(encoding="utf-8")).get("family")
+    except (OSError, ValueError, AttributeError):
+        return "The"
+    return "the [MASK] sat" if family == "mlm" else "The"
 
 
 def _state(run: RunDir) -> str:

@@ -44,7 +44,9 @@ class Start:
     port: int | None = None
     single: bool = False  # a documented script of one process
     log_folder: Path | None = None  # of the documented launcher logs: gpu_<id>.log
+    transcript: Path | None = None  # a file for all that is shown; of runs by workers of our own
     told: Callable[..., None] = field(default=say)
+    opening: Callable[[Loaded], list[str]] | None = None  # lines of the first worker before it trains
 
     @staticmethod
     def of(module: Sequence[str], argv: Sequence[str], asked: Namespace) -> Start:
@@ -75,7 +77,7 @@ def _start(loaded: Loaded, asked: Start) -> int:
     from lockstep.runtime import signals
 
     if is_child():
-        return _train(loaded)
+        return _train(loaded, asked)
     with signals.listening():  # until training or the supervisor listens itself
         return _launch(loaded, asked)
 
@@ -95,15 +97,18 @@ def _launch(loaded: Loaded, asked: Start) -> int:
     if alone and asked.how in ("auto", "inline"):
         if not on_cpu:
             env.show_only(gpus[0])
-        return _train(loaded)
+        return _train(loaded, asked)
     return _supervise(loaded, asked, gpus=gpus, on_cpu=on_cpu, place=(node, nodes))
 
 
-def _train(loaded: Loaded) -> int:
+def _train(loaded: Loaded, asked: Start) -> int:
     """In this process."""
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from lockstep.engine.train import train
+    from lockstep.engine.train import start_log, train
 
+    if env.detect().rank == 0 and asked.opening and (lines := asked.opening(loaded)):
+        start_log(loaded, None)
+        logger.info("%s", "\n".join(lines))
     return int(train(loaded).exit_code)
 
 
@@ -189,6 +194,7 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
         prefix=config.report.log_prefix,
         show="all" if config.report.log_all_ranks else "first",
         log_folder=asked.log_folder,
+        transcript=asked.transcript,
         hang_seconds=config.system.hang_seconds,
         slow_factor=config.system.slow_factor,
         node=node,
@@ -294,8 +300,9 @@ def _prepare_first(loaded: Loaded, asked: Start) -> int:
     asked.told("Preparing dataset...")
     command = (sys.executable, "-m", *asked.module)
     child = Proc(tag="", slots=(0,), command=command, environ={**_environment(loaded), ROLE: "prepare"})
+    watch = Watch(show="all", hang_seconds=NEVER_SECONDS, transcript=asked.transcript)
     with _work_folder() as work:
-        return supervise([child], Watch(show="all", hang_seconds=NEVER_SECONDS), work, asked.told).exit_code
+        return supervise([child], watch, work, asked.told).exit_code
 
 
 def _by_slurm(loaded: Loaded, asked: Start) -> int:

@@ -41,6 +41,23 @@ def test_the_presets_are_those_of_the_contract() -> None:
     assert presets("llama") == ["debug", "demo", "full", "production", "stable", "tiny"]
 
 
+def test_the_presets_of_masked_lm_are_sane() -> None:
+    """What is there, and that heads of the sane ones can tell something apart; the guide's own is kept as it is."""
+    from lockstep.models import shapes
+
+    assert presets("mlm") == ["debug", "demo", "microbert", "mlm_base", "mlm_modern", "mlm_small", "tiny"]
+    found = {}
+    for name in presets("mlm"):
+        config = load("mlm", preset=name).config
+        shape = shapes.resolve(config.model, context_length=config.training.context_length)
+        found[name] = (shape.num_layers, shape.hidden_size, shape.head_dim)
+    assert (found["microbert"], found["mlm_small"]) == ((6, 16, 2), (6, 256, 64))
+    assert (found["mlm_base"], found["mlm_modern"]) == ((12, 768, 64), (22, 768, 64))
+    modern: Any = load("mlm", preset="mlm_modern").config
+    assert (modern.objective.mask_probability, modern.objective.last_mask_probability) == (0.3, 0.15)
+    assert modern.data.documents == "masked"
+
+
 @pytest.mark.parametrize(
     ("preset", "layers", "steps", "context", "rate", "debug"),
     [

@@ -15,8 +15,9 @@ from torch.utils.data import DistributedSampler
 
 from lockstep.contracts import Batch, Draw, Rows
 from lockstep.data import loader as loader_module
-from lockstep.data.cache import Table
+from lockstep.data.cache import Table, write_table
 from lockstep.data.loader import Loader, validation_batches
+from lockstep.objectives.causal import Causal
 from tests.data.coverage import Seen, faults, seen_in
 from tests.data.stand_in import Plain, table
 
@@ -78,6 +79,32 @@ def test_batches_do_not_depend_on_how_many_are_fetched_together(
     for one, other in zip(made(loader_module.WINDOW_BYTES), made(window_bytes), strict=True):
         for batch, same in zip(one, other, strict=True):
             assert all(torch.equal(tensor, same.tensors[name]) for name, tensor in batch.tensors.items())
+
+
+class OneByOne(Causal):
+    """Has an idea of its own of what a batch is: what its parent makes of many at once would pass it by."""
+
+    def collate(self, rows: Rows, draw: Draw) -> Batch:
+        return super().collate(rows, draw)
+
+
+@pytest.mark.parametrize("documents", ["separated", "masked"])
+@pytest.mark.parametrize(("rank", "world", "workers"), [(0, 1, 0), (1, 2, 3)])
+def test_batches_made_together_are_those_made_one_by_one(
+    tmp_path: Path, documents: str, rank: int, world: int, workers: int
+) -> None:
+    rows = {"tokens": np.arange(23 * 9, dtype=np.int32).reshape(23, 9)}
+    if documents == "masked":
+        rows["starts"] = (rows["tokens"] % 5 == 0).astype(np.uint8)
+    objectives = Causal(documents=documents), OneByOne(documents=documents)
+    write_table(tmp_path / "rows", [rows], columns=objectives[0].columns, stored={})
+    place = {"rank": rank, "world": world, "workers": workers, "start_step": 5}
+    made: list[list[list[Batch]]] = []
+    for objective in objectives:
+        loader = Loader(Table(tmp_path / "rows"), objective, seed=3, micro_rows=2, micro_batches=3, **place)
+        made.append(steps(loader, 40))
+    assert same(*made)
+    assert len({batch.weights["loss"] for step in made[0] for batch in step}) > (documents == "masked")
 
 
 def test_the_comparison_sees_another_seed(numbers: Table) -> None:

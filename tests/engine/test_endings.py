@@ -76,7 +76,7 @@ def test_a_failing_last_save_does_not_hide_the_error(
     def dead_gpu(*_: Any) -> State:
         raise RuntimeError("CUDA error: the card is gone")
 
-    monkeypatch.setattr("lockstep.engine.loop.capture", dead_gpu)
+    monkeypatch.setattr("lockstep.engine.milestones.capture", dead_gpu)
     monkeypatch.setenv("LOCKSTEP_FAULT", "nan_loss@step=1")
     failed = lockstep(*TINY, "--name", "a")
     assert failed.code == ExitCode.NON_FINITE

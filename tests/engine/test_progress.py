@@ -14,6 +14,25 @@ def test_counts_steps_tokens_and_overflows() -> None:
     assert progress.smoothed_loss == 3.0, "an overflowed step says nothing about the loss"
 
 
+def test_a_step_without_targets_says_nothing_about_the_loss() -> None:
+    """Of a few short rows masked-LM may choose no token: 0 is then a sum over nothing, and no improvement."""
+    progress = Progress()
+    progress.note(3.0, 10, overflow=False, min_delta=0.0, targets=2)
+    before = (progress.smoothed_loss, progress.best_loss, progress.stale_steps, progress.epoch_loss)
+    progress.note(0.0, 10, overflow=False, min_delta=0.0, targets=0)
+    assert (progress.smoothed_loss, progress.best_loss, progress.stale_steps, progress.epoch_loss) == before
+    assert (progress.step, progress.tokens) == (2, 20)
+
+
+def test_of_an_epoch_that_somebody_else_has_trained_no_loss_is_known() -> None:
+    """A documented file of another program tells the step and no more: 0 would be a loss."""
+    progress = Progress(step=7)
+    progress.close_epochs(2, 1.5)
+    assert progress.train_losses == [None, None]
+    assert progress.val_losses == [1.5, 1.5]
+    assert Progress.from_state_dict(progress.state_dict()) == progress
+
+
 def test_patience_counts_steps_without_improvement_of_the_smoothed_loss() -> None:
     progress = Progress()
     for loss in (5.0, 4.0, 3.0):

@@ -132,6 +132,7 @@ def stopped_child(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_asked_to_stop_while_waiting_it_saves_and_stops(
     in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = children()
     stopped_child(monkeypatch)
     stop = StopRequest()
     stop.patient = True
@@ -142,13 +143,14 @@ def test_asked_to_stop_while_waiting_it_saves_and_stops(
     assert waited
     (saved,) = (in_dir / "run" / "checkpoints").iterdir()
     assert saved.name == f"step_{waited[0]._step:08d}" != "step_00000000"
-    assert not children()
+    assert children() == before
 
 
 def test_a_child_that_stands_still_is_named(
     in_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: after a long silence an error, not a hang."""
+    before = children()
     monkeypatch.setattr(supply, "SILENCE_SECONDS", 0.5)
     found: list[int] = []
 
@@ -164,7 +166,7 @@ def test_a_child_that_stands_still_is_named(
     with pytest.raises(DataError, match="no sign of life") as caught:
         run(in_dir / "run", settings)
     assert f"process {found[0]} " in str(caught.value)
-    assert not children()
+    assert children() == before
 
 
 def test_a_child_that_always_dies_is_given_up(

@@ -17,7 +17,7 @@ import torch
 from lockstep.engine import checkpoint
 from lockstep.errors import LockstepError
 from lockstep.runtime.group import Group
-from tests.gates.training import FEW_WORDS, run
+from tests.gates.training import FEW_DOCUMENTS, FEW_WORDS, run
 from tests.ranks.pool import Pool
 
 
@@ -41,6 +41,12 @@ FOUR_PARTS = {**ONE_ROW, "training.grad_accum_nums": 4, "model.dropout": 0.1, "d
 SHORT = {"training.context_length": 16}  # half precision is slow on CPUs without its instructions
 TWO_PARTS = {**ONE_ROW, **SHORT, "training.grad_accum_nums": 2, "model.dropout": 0.1}
 OVERFLOWS = "inf_grad@rank=0,step=2;inf_grad@rank=0,step=3"
+MLM = {  # rows of documents masked and padded, masks that grow fewer, dropout: all that a family in epochs draws
+    "data.data_path": FEW_DOCUMENTS, "training.context_length": 32, "training.batch_size": 6, "training.epochs": 2,
+    "objective.mask_probability": 0.3, "objective.last_mask_probability": 0.15, "model.dropout": 0.1,
+    "data.num_workers": 2,
+}  # fmt: skip
+PADDED = {"data.documents": "padded", "training.batch_size": 8}
 CASES = [
     Case("fp32", {}),
     Case("fp32-in-flight", {"debug.digest_interval": 20}),  # no look between steps: one is always on its way
@@ -53,6 +59,10 @@ CASES = [
     Case("ddp-3-fp16-overflow", {**TWO_PARTS, "training.precision": "fp16"}, steps=5, fault=OVERFLOWS, world=3),
     *(Case(f"fsdp-{world}", TWO_PARTS, steps=5, world=world, mode="fsdp") for world in (2, 3, 4)),
     Case("hsdp-4", TWO_PARTS, steps=5, world=4, mode="hsdp"),
+    Case("mlm-masked", MLM, 7, "mlm"),
+    Case("mlm-padded-in-flight", {**MLM, **PADDED, "debug.digest_interval": 20}, 8, "mlm"),
+    Case("mlm-ddp-2", {**MLM, "training.batch_size": 3}, 5, "mlm", world=2),
+    Case("mlm-fsdp-2", {**MLM, "training.batch_size": 3, "objective.whole_words": True}, 5, "mlm", "", 2, "fsdp"),
     Case("replicas-2", TWO_PARTS, steps=4, world=2, mode="replicas"),
     Case(
         "fsdp-3-fp16-overflow",
@@ -83,6 +93,9 @@ def straight(
     if case.name.endswith("epochs"):
         assert parts.rows * 3 < parts.batch_rows * case.steps, "the case must walk over the table several times"
         assert parts.rows % parts.batch_rows, "and have batches that straddle two epochs"
+    if case.family == "mlm":
+        assert parts.rows % parts.batch_rows, "an epoch must end within a batch"
+        assert len(parts.progress.train_losses) == 2
     return recorder.trace
 
 
@@ -137,6 +150,7 @@ def _dropped(path: str) -> Callable[[checkpoint.State], checkpoint.State]:
             zeroed = {n: torch.zeros_like(t) if n.startswith(f"{key}.") else t for n, t in state.optimizer.items()}
             return dataclasses.replace(state, optimizer=zeroed)
         fresh: dict[str, Any] = {"scale": 65536.0, "smoothed_loss": None, "best_loss": None}
+        fresh |= {"train_losses": [], "val_losses": []}
         values = dict(state.run)
         if section == "applied_steps":
             values[section] = 0
@@ -150,8 +164,9 @@ def _dropped(path: str) -> Callable[[checkpoint.State], checkpoint.State]:
 FIELDS = [
     "model.wq.weight", "optimizer.exp_avg", "optimizer.exp_avg_sq", "applied_steps", "progress.step", "progress.tokens",
     "progress.skipped", "progress.overflow_run", "progress.smoothed_loss", "progress.best_loss", "progress.stale_steps",
-    "loss_scale.scale", "loss_scale.growth_tracker",
+    "progress.epoch_loss", "progress.epoch_targets", "loss_scale.scale", "loss_scale.growth_tracker",
 ]  # fmt: skip
+OF_EPOCHS = ["progress.train_losses", "progress.val_losses"]
 
 
 def test_dropping_any_saved_field_breaks_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,23 +177,38 @@ def test_dropping_any_saved_field_breaks_the_gate(tmp_path: Path, monkeypatch: p
         "training.min_delta": 1.0,
     }  # a loss that does not improve counts as stale
     case = dataclasses.replace(case, settings={**case.settings, **changes})
-    whole = straight(case, tmp_path / "whole", monkeypatch)
-    unseen = set(FIELDS)
-    for at in (1, 3):  # before the overflows, when the scaler counts good steps; and between two of them
-        state = checkpoint.load(tmp_path / "whole" / "checkpoints" / f"step_{at:08d}")
+    # before the overflows, when the scaler counts good steps; and between two of them
+    assert unseen(case, FIELDS, tmp_path, monkeypatch, at=(1, 3)) == set()
+
+
+def test_dropping_what_is_kept_of_epochs_breaks_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a run that has ended its first epoch."""
+    case = next(case for case in CASES if case.name == "mlm-masked")
+    assert unseen(case, OF_EPOCHS, tmp_path, monkeypatch, at=(5,)) == set()
+
+
+def unseen(
+    case: Case, fields: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, *, at: tuple[int, ...]
+) -> set[str]:
+    """The fields that a checkpoint could as well do without."""
+    whole = straight(case, folder / "whole", monkeypatch)
+    left = set(fields)
+    for step in at:
+        state = checkpoint.load(folder / "whole" / "checkpoints" / f"step_{step:08d}")
         saved = {f"progress.{key}" for key in state.run["progress"]} | {
-            f"loss_scale.{key}" for key in state.run["loss_scale"]
+            f"loss_scale.{key}" for key in state.run["loss_scale"] or ("scale", "growth_tracker")
         }
-        assert saved | {"applied_steps"} == {field for field in FIELDS if not field.startswith(("model", "optimizer"))}
-        assert resumed(case, tmp_path / "whole", at) == whole[at:]
-        for field in sorted(unseen):
+        known = {field for field in [*FIELDS, *OF_EPOCHS] if not field.startswith(("model", "optimizer"))}
+        assert saved | {"applied_steps"} == known
+        assert resumed(case, folder / "whole", step) == whole[step:]
+        for field in sorted(left):
             damaged = _dropped(field)(state)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(checkpoint, "load", lambda *_where, damaged=damaged: damaged)
                 try:
-                    seen = resumed(case, tmp_path / "whole", at) != whole[at:]
+                    seen = resumed(case, folder / "whole", step) != whole[step:]
                 except LockstepError:
                     seen = True  # refused: the counts do not agree
                 if seen:
-                    unseen.remove(field)
-    assert unseen == set()
+                    left.remove(field)
+    return left

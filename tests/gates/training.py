@@ -21,6 +21,7 @@ from lockstep.runtime.group import Group
 from lockstep.runtime.signals import StopRequest
 
 FEW_WORDS = str(Path(__file__).parents[1] / "few_words.txt")  # a table of a few rows: short runs walk over it often
+FEW_DOCUMENTS = str(Path(__file__).parents[1] / "few_documents.jsonl")  # the same, a document for each clause
 
 
 @dataclass
@@ -76,7 +77,7 @@ def run(
     assembled = assemble(planned, RunDir(folder), point=resume, sinks=[recorder], stop=stop, group=group)
     recorder.parts = assembled.parts
     try:
-        if assembled.parts.progress.step < assembled.parts.config.training.max_steps:
+        if not assembled.parts.is_over(assembled.parts.progress.step):
             rehearse(assembled.parts, planned)
         loop.run(assembled.parts)
     finally:

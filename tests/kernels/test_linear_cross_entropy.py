@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.kernels.linear_cross_entropy import linear_cross_entropy, score_next_tokens
+from lockstep.kernels.linear_cross_entropy import linear_cross_entropy, score_next_tokens, score_targets
 
 N, D, V = 50, 16, 37
 
@@ -141,3 +141,64 @@ def test_scores_for_evaluation() -> None:
         total, correct = score_next_tokens(x, weight, targets, chunk_tokens=chunk)
         assert float(total) == pytest.approx(float(reference(x, weight, targets, None).detach()), rel=1e-6)
         assert int(correct) == right
+
+
+@pytest.mark.parametrize("chunk", [7, 50])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_bias_and_its_gradient(chunk: int, weighted: bool) -> None:
+    x, weight, targets, token_weights = case(ignored=True, weighted=weighted)
+    bias = torch.randn(V, requires_grad=True)
+    losses = F.cross_entropy(F.linear(x, weight, bias).double(), targets, reduction="none")
+    expected = (losses if token_weights is None else losses * token_weights).sum()
+    total = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk, bias_V=bias)
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    without = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk)
+    assert float(without.detach()) != pytest.approx(float(expected.detach()), rel=1e-3)
+    learnt = (x, weight, bias)
+    for got, wanted in zip(
+        torch.autograd.grad(total * 3.5, learnt), torch.autograd.grad(expected * 3.5, learnt), strict=True
+    ):
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        again = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk, bias_V=bias)
+    assert float(again) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_gradcheck_of_the_bias_and_of_the_bias_alone() -> None:
+    x, weight, targets, _ = case(ignored=True, weighted=False, dtype=torch.float64)
+    x, targets = x[:7].detach().requires_grad_(), targets[:7]
+    bias = torch.randn(V, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda a, b, c: linear_cross_entropy(a, b, targets, chunk_tokens=3, bias_V=c), (x, weight, bias)
+    )
+    linear_cross_entropy(x.detach(), weight.detach(), targets, chunk_tokens=3, bias_V=bias).backward()
+    assert bias.grad is not None
+    assert weight.grad is None
+
+
+def test_a_bias_under_autocast_is_learnt_in_fp32() -> None:
+    torch.manual_seed(0)
+    x, targets = torch.randn(64, 32), torch.randint(0, 200, (64,))
+    weight, bias = (torch.randn(200, 32) * 0.02).requires_grad_(), torch.randn(200).requires_grad_()
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight, bias), targets, reduction="sum"), (weight, bias))
+    for chunk in (16, 64):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total = linear_cross_entropy(x, weight, targets, chunk_tokens=chunk, bias_V=bias)
+        for got, wanted in zip(torch.autograd.grad(total, (weight, bias)), expected, strict=True):
+            assert got.dtype == torch.float32
+            assert float((got - wanted).norm() / wanted.norm()) < 0.02
+
+
+@pytest.mark.parametrize("chunk", [7, 50])
+@pytest.mark.parametrize("count", [0, 1, N])
+def test_targets_one_by_one(chunk: int, count: int) -> None:
+    x, weight, targets, _ = case(ignored=False, weighted=False)
+    x, targets, bias = x[:count], targets[:count], torch.randn(V)
+    losses, correct = score_targets(x, weight, targets, chunk_tokens=chunk, bias_V=bias)
+    logits = F.linear(x, weight, bias).detach()
+    assert torch.allclose(losses, F.cross_entropy(logits, targets, reduction="none"), atol=1e-5)
+    assert torch.equal(correct, logits.argmax(-1) == targets)
+    assert losses.dtype == torch.float32
+    assert not losses.requires_grad
+    total = linear_cross_entropy(x, weight, targets, chunk_tokens=chunk, bias_V=bias)
+    assert float(total.detach()) == pytest.approx(float(losses.sum()), rel=1e-5)

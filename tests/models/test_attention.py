@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 from lockstep.errors import ConfigError, ExitCode
 from lockstep.models import attention
@@ -112,6 +114,54 @@ def test_auto_falls_back_and_says_so_where_a_named_kernel_is_refused(gpu: dict[s
     name, notice = ask("auto", "cuda", "bf16")
     assert name == "native_math"
     assert "triton" in notice
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "reason"),
+    [
+        ({"documents_apart": True}, "flex", "documents are masked"),
+        ({"windowed": True}, "flex", "layers see a window"),
+        ({}, "cudnn", "fastest"),
+        ({"head_dim": 2}, "native_math", "heads of 2 numbers are no multiple of 8"),
+        ({"head_dim": 12}, "native_math", "heads of 12 numbers are below its 16"),
+        ({"head_dim": 8, "windowed": True}, "native_math", "not flex: heads of 8 numbers"),
+        ({"head_dim": 2, "documents_apart": True}, "native_math", "not flex: heads of 2 numbers"),
+        ({"head_dim": 20}, "flex", "no multiple of 8"),
+    ],
+)
+def test_what_masks_and_small_heads_leave_on_a_gpu(
+    gpu: dict[str, object], values: dict[str, Any], expected: str, reason: str
+) -> None:
+    common: dict[str, Any] = {
+        "use_flash": True, "device_type": "cuda", "dtype_name": "bf16", "deterministic": False, **values,
+    }  # fmt: skip
+    name, notice = attention.resolve("auto", **common)
+    assert name == expected
+    assert reason in notice
+    if "windowed" in values:
+        with pytest.raises(ConfigError, match="window"):
+            attention.resolve("cudnn", **common)
+    assert attention.resolve("auto", **{**common, "device_type": "cpu"})[0] == "native_flash"
+
+
+def test_both_directions_and_windows() -> None:
+    """The plain booleans and flex attention's blocks, against the definition."""
+    length, window, cpu = 300, 40, torch.device("cpu")
+    places = torch.arange(length)
+    near = (places[:, None] - places).abs() <= window
+    assert torch.equal(attention.window_mask(length, cpu, backend="native_math", window=window)[0, 0], near)
+    assert attention.window_mask(length, cpu, backend="native_math", window=0) is None
+    assert attention.window_mask(length, cpu, backend="native_math", window=length) is None
+    for asked, expected in ((window, near), (0, torch.ones_like(near)), (length, torch.ones_like(near))):
+        blocks = attention.window_mask(length, cpu, backend="flex", window=asked)
+        assert torch.equal(create_mask(blocks.mask_mod, 1, None, length, length, device="cpu")[0, 0], expected)
+    documents = (torch.rand(2, length, generator=torch.Generator().manual_seed(0)) < 0.02).int().cumsum(1)
+    same = documents[:, :, None] == documents[:, None, :]
+    for asked, expected in ((0, same), (window, same & near)):
+        plain = attention.document_mask(documents, backend="native_math", causal=False, window=asked)
+        blocks = attention.document_mask(documents, backend="flex", causal=False, window=asked)
+        assert torch.equal(plain[:, 0], expected)
+        assert torch.equal(create_mask(blocks.mask_mod, 2, None, length, length, device="cpu"), plain)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ def batch_of(rows: list[list[np.ndarray]], documents: str = "masked") -> Batch:
     """Rows as `pack` lays them out."""
     begins = [np.concatenate([np.arange(len(document)) == 0 for document in row]) for row in rows]
     columns = {"tokens": np.stack([np.concatenate(row) for row in rows]), "starts": np.stack(begins).astype(np.uint8)}
-    places = np.arange(len(rows))
-    return Causal(documents=documents).collate(Rows(places, np.zeros_like(places), places, columns), DRAW)
+    places, objective = np.arange(len(rows)), Causal(documents=documents)
+    columns = {name: columns[name] for name in objective.columns}
+    return objective.collate(Rows(places, np.zeros_like(places), places, columns), DRAW)
 
 
 def alone() -> list[Batch]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
+from lockstep.models import llama_shapes
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import KNOWN, LlamaShape, known, memory_bytes, resolve
 from lockstep.runtime import hub
@@ -47,7 +48,7 @@ def test_the_8b_formula_and_the_flops_of_the_production_shape() -> None:
     assert production.flops_per_token(8192) == pytest.approx(9.997e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN))
+@pytest.mark.parametrize("name", sorted(llama_shapes.KNOWN))
 def test_every_known_shape_survives_the_hugging_face_form(name: str) -> None:
     shape = KNOWN[name]
     assert LlamaShape.from_hf(json.loads(json.dumps(shape.to_hf()))) == shape

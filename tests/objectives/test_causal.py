@@ -14,7 +14,7 @@ from lockstep.contracts import Batch, Draw, Rows, SampleOptions
 from lockstep.errors import ConfigError
 from lockstep.models.initialise import initialise
 from lockstep.models.llama import Llama
-from lockstep.models.shapes import KNOWN, LlamaShape
+from lockstep.models.llama_shapes import KNOWN, LlamaShape
 from lockstep.objectives import causal
 from lockstep.objectives.causal import Causal, expanded
 from lockstep.objectives.options import CausalOptions
@@ -210,7 +210,7 @@ def test_top_k_and_temperature_shape_the_draw() -> None:
     generator = torch.Generator().manual_seed(0)
     hits = [0, 0, 0, 0]
     for _ in range(4000):
-        hits[causal._draw(logits, SampleOptions(temperature=0.5, top_k=3), generator)] += 1
+        hits[causal.draw(logits, SampleOptions(temperature=0.5, top_k=3), generator)] += 1
     expected = torch.softmax(logits[:3] / 0.5, 0)
     assert [count / 4000 for count in hits[:3]] == pytest.approx(expected.tolist(), abs=0.03)
     assert hits[3] == 0
@@ -230,10 +230,10 @@ def test_the_smallest_temperatures_are_greedy(temperature: float, top_k: int) ->
     logits = torch.tensor([2.0, 1.0, 2.0001, -50.0])
     generator = torch.Generator().manual_seed(0)
     options = SampleOptions(temperature=temperature, top_k=top_k)
-    assert {causal._draw(logits, options, generator) for _ in range(20)} == {2}
+    assert {causal.draw(logits, options, generator) for _ in range(20)} == {2}
 
 
 def test_the_smallest_temperature_that_draws_still_can() -> None:
     logits = 1e4 * torch.tensor([2.0, 1.0, 2.0001, -50.0])
     options = SampleOptions(temperature=causal.GREEDY_BELOW, top_k=0)
-    assert causal._draw(logits, options, torch.Generator().manual_seed(0)) == 2
+    assert causal.draw(logits, options, torch.Generator().manual_seed(0)) == 2

@@ -16,16 +16,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.report import logs
-from lockstep.report.console import (
-    Banner,
-    ConsoleSink,
-    Summary,
-    format_bytes,
-    format_duration,
-    format_eta,
-    format_step,
-)
+from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink, read_events
+from lockstep.report.words import Banner, Summary, format_bytes, format_duration, format_eta, format_step
 
 TAIL = re.compile(
     r"Step \[(\d+)/(\d+)\] \| Loss: (-?\d+\.\d{4}|nan|inf) \| LR: (\d\.\d{2}e[+-]\d{2}) \| "
@@ -294,6 +287,79 @@ def test_no_color_keeps_the_bar_and_drops_the_colour(terminal: Terminal, record,
     text = run_on(terminal, record)
     assert "/100" in text
     assert not re.search(r"\x1b\[[0-9;]*3[0-9][;m]", text)
+
+
+EPOCHS = {"max_steps": 7, "epochs": 2, "epoch_steps": 3.5}
+
+
+def test_each_epoch_has_its_own_bar(terminal: Terminal, record) -> None:
+    """3.5 steps each: the first one ends with the fourth step."""
+    logs.setup_logging(tag="GPU0", stream=terminal.stream)
+    sink = ConsoleSink(10_000_000, clip=True, log_interval=100, progress="on", facts=lambda: {"gpu_utilisation": 37})
+    sink.event("start", replace(BANNER, **EPOCHS).fields())
+    shown: list[tuple[str, float, float]] = []
+    for step in range(7):
+        sink.write(record(step))
+        task = sink._bar._progress.tasks[0]
+        shown.append((task.description, task.completed, task.total))
+        if step in (3, 6):
+            losses = {"train_loss": 5.25, "val_loss": None if step == 6 else 4.5}
+            sink.event("epoch", {"epoch": 1 + (step > 3), "epochs": 2, "seconds": 61.0, **losses, **EPOCHS})
+    sink.event("end", SUMMARY.fields())
+    assert shown == [("Epoch 1/2", n, 4) for n in (1, 2, 3, 4)] + [("Epoch 2/2", n, 3) for n in (1, 2, 3)]
+    text = terminal.text()
+    assert "Epoch 1/2" in text
+    assert "GPU 37 %" in text
+    left = [line for line in screen_after(text) if re.match(r"\[GPU0\] (Epoch|Train Loss)", line)]
+    assert left == [
+        "[GPU0] Epoch 1/2 | 1 min 01 s | GPU 37 %", "[GPU0] Train Loss: 5.2500 | Val Loss: 4.5000",
+        "[GPU0] Epoch 2/2 | 1 min 01 s | GPU 37 %", "[GPU0] Train Loss: 5.2500 | Val Loss: nan",
+    ]  # fmt: skip
+
+
+def test_lines_of_a_run_in_epochs(screen: io.StringIO, record) -> None:
+    sink = ConsoleSink(10_000_000, clip=True, log_interval=1000)
+    sink.event("start", replace(BANNER, **EPOCHS).fields())
+    sink.write(record(6))  # the last one has a line, by the number the start has told
+    sink.event("eval", {"step": 7, "val_loss": 2.0, "val_accuracy": 0.4512, "val_accuracy_kept": 0.9})
+    estimate = {"steps": 7, "max_steps": 7, "epochs": 2, "epoch_steps": 3.5}
+    sink.event("estimate", {**estimate, "seconds": 721.0})
+    sink.event("estimate", {**estimate, "seconds": 0.2, "steps": 3, "epochs": 1})
+    sink.event("estimate", {**estimate, "seconds": 11_000.0, "epochs": 1, "epoch_steps": 1.0})
+    sink.event("results", {"step": 7, "path": ".mlm_pretrained_v3", "family": "mlm"})
+    text = screen.getvalue()
+    assert "2 epochs, 7 steps of 65,536 tokens" in text
+    assert "Step [6/7]" in text
+    assert text.splitlines()[-5:] == [
+        "Validation | Step 7 | Loss: 2.0000 | Perplexity: 7.39 | Accuracy: 0.4512 | 163,840 tokens/s | GPU n/a",
+        "Estimated time: about 12 min (2 epochs of 4 steps)",
+        "Estimated time: about 1 s (3 of 7 steps left)",
+        "Estimated time: about 3 h 03 min (1 epoch of 1 step)",
+        "MLM model saved to .mlm_pretrained_v3",
+    ]
+
+
+def test_other_workers_leave_the_results_to_the_first(screen: io.StringIO) -> None:
+    sink = ConsoleSink(7, clip=True, brief=True)
+    sink.event("results", {"path": "x", "family": "mlm"})
+    sink.event("estimate", {"seconds": 1.0, "steps": 7, "max_steps": 7, "epochs": 2, "epoch_steps": 3.5})
+    assert screen.getvalue() == ""
+
+
+def test_a_row_for_each_worker() -> None:
+    workers = [
+        {"name": f"GPU {n}", "seconds": 7505.0 + n, "samples_per_second": 1234.56, "peak_memory_bytes": 3 << 29,
+         "utilisation": 97.4 if n else None}
+        for n in range(2)
+    ]  # fmt: skip
+    lines = replace(SUMMARY, workers=tuple(workers)).lines(80)
+    at = next(number for number, line in enumerate(lines) if line.startswith("  worker"))
+    assert [line.split() for line in lines[at : at + 3]] == [
+        ["worker", "time", "samples/s", "peak", "memory", "GPU", "use"],
+        ["GPU", "0", "2", "h", "05", "min", "05", "s", "1,234.6", "1.50", "GiB", "n/a"],
+        ["GPU", "1", "2", "h", "05", "min", "06", "s", "1,234.6", "1.50", "GiB", "97", "%"],
+    ]
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("how", ["dumb", "off", "no rich"])

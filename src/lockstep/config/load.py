@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lockstep import registry
+from lockstep import families, registry
 from lockstep.config import reader
 from lockstep.config.catalog import catalog, config_class, show_value
 from lockstep.config.given import Origin, from_document, from_flag, from_overrides
@@ -37,7 +37,7 @@ def load(
 ) -> Loaded:
     """The configuration of a run. Flags are (key, text), text None for a bare `--switch`; overrides are values."""
     known = catalog(family)
-    preset = preset or "production"
+    preset = preset or families.FAMILIES[family].preset
     layers = [
         from_document(document, known, preset=preset) for document in reader.read_file(preset_file(family, preset))
     ]

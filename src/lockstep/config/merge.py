@@ -19,7 +19,9 @@ from lockstep.errors import ConfigError
 MASK = "***"
 PRECISION = ("training", "precision")
 WARMUP, MAX_STEPS = ("training", "warmup_steps"), ("training", "max_steps")
+WARMUP_RATIO = ("training", "warmup_ratio")
 CONTEXT = ("training", "context_length")
+MOST_STEPS = 10_000_000  # no limit: the setting takes no more
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
             _merge(merged, replace(item, rank=rank))
     _join_precision(merged, notices)
     _prefer_own_data(merged, notices)
+    _prefer_steps(merged, notices)
     same_length = merged.pop(renames.MAX_SEQ_LENGTH, None)
     config = _validate(family, merged, known)
     config = _check_together(config, merged, notices, same_length)
@@ -81,8 +84,8 @@ def _translate(layer: Sequence[Given], known: Catalog, notices: list[str]) -> It
         if setting is None or (len(target) > 2 and "object" not in setting.types) or len(target) > 3:
             raise ConfigError(_unknown(item, known), where=item.key_where, hint=known.suggest(item.path))
         value = _read(item, setting) if len(target) < 3 else item.value
-        if target == PRECISION and renames.dtype(value):
-            value = renames.dtype(value)
+        if target == PRECISION:
+            value = renames.precision_word(value, word=item.path[-1])
         if setting.secret and value == MASK:
             notices.append(f"{item.where}: {setting.key} is masked there and was left out")
             continue
@@ -96,6 +99,21 @@ def _prefer_own_data(merged: dict[tuple[str, ...], Given], notices: list[str]) -
         place = f"preset {name.origin.where}" if name.origin.layer == "preset" else name.where
         notices.append(f"{path.where}: data_path replaces the dataset {name.value} of {place}")
         merged[name.path] = replace(name, value="text", origin=path.origin, rank=path.rank)
+
+
+def _prefer_steps(merged: dict[tuple[str, ...], Given], notices: list[str]) -> None:
+    """A warm-up in steps is stronger than a share of all steps that a lower layer names.
+
+    Only a lower one: a run's own configuration is written out in full, in one layer. max_steps need not win over
+    epochs: it ends the run in any case.
+    """
+    share, steps = merged.get(WARMUP_RATIO), merged.get(WARMUP)
+    if share and steps and share.value and steps.rank > share.rank:
+        notices.append(
+            f"{steps.where}: training.warmup_steps {show_value(steps.value)} decides, "
+            f"not training.warmup_ratio {show_value(share.value)}"
+        )
+        merged[WARMUP_RATIO] = replace(share, value=0.0, origin=steps.origin, rank=steps.rank)
 
 
 def _unknown(item: Given, known: Catalog) -> str:
@@ -237,7 +255,15 @@ def _check_together(
             where=merged["objective", "name"].where,
             hint=registry.suggest(objective, names),
         )
-    return _fit_warmup(config, merged, notices)
+    return _fit_warmup(_let_epochs_count(config, merged), merged, notices)
+
+
+def _let_epochs_count(config: RunConfig, merged: Mapping[tuple[str, ...], Given]) -> RunConfig:
+    """With epochs, steps are counted once the rows are known; max_steps is a limit where it was given for this run."""
+    steps = merged.get(MAX_STEPS)
+    if not getattr(config.training, "epochs", 0) or (steps and steps.origin.layer in ("file", "flag")):
+        return config
+    return config.model_copy(update={"training": config.training.model_copy(update={"max_steps": MOST_STEPS})})
 
 
 def _check_name(name: str, key: str, item: Given | None) -> None:
@@ -251,7 +277,8 @@ def _fit_warmup(config: RunConfig, merged: Mapping[tuple[str, ...], Given], noti
     """A warm-up longer than the run: refused where it was written for this run, clamped where it was inherited."""
     training = config.training
     warmup, steps = merged.get(WARMUP), merged.get(MAX_STEPS)
-    if warmup is None or training.warmup_steps <= training.max_steps:
+    by_passes = getattr(training, "epochs", 0) > 0  # how many steps that is, is known once the rows are
+    if warmup is None or by_passes or training.warmup_steps <= training.max_steps:
         return config
     if steps is None or warmup.rank >= steps.rank:
         raise ConfigError(

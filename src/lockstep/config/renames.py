@@ -34,6 +34,8 @@ _MOVED = {
     "n_embed": "model.hidden_size",
     "tf_n_inner": "model.intermediate_size",
     "mixed_precision": "training.precision",
+    "gradient_clip": "training.max_grad_norm",
+    "grad_accum": "training.grad_accum_nums",
     "summary_interval": "report.log_interval",
     "ckpt_interval": "training.save_interval",
 }
@@ -107,6 +109,12 @@ def former_words(key: str) -> list[str]:
 def dtype(value: Any) -> str | None:
     """`torch.bfloat16`, `half`, ... as a precision of ours; None if it is no such word."""
     return DTYPES.get(value.removeprefix("torch.").lower()) if isinstance(value, str) else None
+
+
+def precision_word(value: Any, *, word: str) -> Any:
+    """A precision as we call it; `mixed_precision` may also be a plain yes (what the machine can) or no."""
+    switch = {"true": "auto", "false": "fp32"}.get(str(value).lower()) if word == "mixed_precision" else None
+    return switch or dtype(value) or value
 
 
 def precision_of(use_amp: bool | None, amp_dtype: str | None) -> str:

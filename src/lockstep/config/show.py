@@ -19,10 +19,10 @@ ROLES = {
 DEFAULT = "default"
 
 
-def list_presets() -> str:
-    """Every preset of every family, with what it is for."""
+def list_presets(only: str | None = None) -> str:
+    """Every preset of every family, or of one, with what it is for."""
     lines: list[str] = []
-    for family in FAMILIES:
+    for family in FAMILIES if only is None else (only,):
         lines.append(f"{family}:")
         names = presets(family)
         width = max(map(len, names), default=0)

@@ -11,29 +11,12 @@ from typing import Any
 
 import numpy as np
 
-U64 = np.ndarray[Any, np.dtype[np.uint64]]
+from lockstep.runtime.splitmix import U64, mix_in_place, splitmix64
+
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 ROUNDS = 12
 WINDOW_POSITIONS = 65_536  # permuted at a time: one by one a row costs 37 us, together 60 ns
-
-
-def splitmix64(x: U64) -> U64:
-    """A well-mixed 64-bit hash of each element (Steele, Lea and Flood 2014)."""
-    mixed = x.copy()
-    _mix(mixed, np.empty_like(x))
-    return mixed
-
-
-def _mix(x: U64, scratch: U64) -> None:
-    """The same in place: fresh memory for each intermediate would cost as much as the arithmetic."""
-    x += np.uint64(0x9E3779B97F4A7C15)
-    x ^= np.right_shift(x, np.uint64(30), out=scratch)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= np.right_shift(x, np.uint64(27), out=scratch)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= np.right_shift(x, np.uint64(31), out=scratch)
-
 
 # Far apart: with neighbouring numbers as keys, the small halves of a small table would meet the same hashes again in
 # another round, and its rows would not fall evenly.
@@ -59,7 +42,7 @@ def permute(offsets: U64, keys: U64, *, rows: int) -> U64:
         for turn in range(ROUNDS):
             source, target, mask = (high, low, low_mask) if turn % 2 else (low, high, high_mask)
             np.bitwise_xor(source, np.add(key, ROUND_KEYS[turn], out=mixed), out=mixed)
-            _mix(mixed, scratch)
+            mix_in_place(mixed, scratch)
             target ^= np.bitwise_and(mixed, mask, out=mixed)
         values = (high << np.uint64(low_bits)) | low
         placed[outside] = values

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from lockstep.data.cache import Table
-from lockstep.data.order import I64, Order, splitmix64
+from lockstep.data.order import I64, Order
 from lockstep.errors import DataError
 from lockstep.rundir import MANIFEST, verify
+from lockstep.runtime.splitmix import splitmix64
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array, Place
@@ -152,6 +153,28 @@ class StreamTable:
         """Whether the last chunk is there: from then on an epoch has an end."""
         self._look()
         return self._chunks[-1].last
+
+    @property
+    def head(self) -> Chunk:
+        """The first chunk, which is there before training begins."""
+        return self._chunks[0]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the first chunk is all there is: known before training begins."""
+        return self.head.last
+
+    def epoch_rows_by(self, position: int) -> int | None:
+        """Rows of an epoch, if the chunks up to this position tell; None also where they are not there.
+
+        It depends on the position only, never on what has come meanwhile: all who have trained on it know the same. A
+        last chunk without rows is not seen before the row after it, which the next epoch begins with.
+        """
+        found = self._find(position) if position >= 0 else (0, 0, 0)
+        if found is None:
+            return None
+        number, epoch, _ = found
+        return self._first_rows[-1] if epoch or self._chunks[number].last else None
 
     @property
     def chunks(self) -> int:

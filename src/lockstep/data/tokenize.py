@@ -7,29 +7,24 @@ import hashlib
 import json
 import threading
 from array import array
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from lockstep.data.vocabulary import BLANKS, SPECIALS, describe, flat_map, names_beside, special_texts
 from lockstep.errors import DataError, NotFoundError
 from lockstep.runtime.signals import UNSTOPPABLE
 
 if TYPE_CHECKING:
-    from lockstep.contracts import Array
+    from lockstep.contracts import Array, Vocabulary
 
 SEPARATOR = "<|endoftext|>"
 KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]", "<|eot_id|>")
 MIN_BPE_VOCAB = 257  # every byte and the separator
-SPECIALS = {
-    "pad_token": "[PAD]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "unk_token": "[UNK]",
-    "mask_token": "[MASK]",
-}
+MIN_MARKED_BPE_VOCAB = 256 + len(SPECIALS)
 MIN_WORD_VOCAB = len(SPECIALS) + 1
 UINT32 = "I"  # for `array`, which takes a list of numbers in half the time numpy does
 CONTINUED = "##"  # stands before a piece that does not begin its word
@@ -50,7 +45,14 @@ def _refusals(where: str) -> Generator[None]:
 class TokenizerFile:
     """A tokenizer.json. No special tokens are added, and text that spells one stays text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, separator: str, where: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        separator: str,
+        where: str = "tokenizer",
+        named: Mapping[str, str] | None = None,  # as in tokenizer_config.json
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
@@ -59,18 +61,47 @@ class TokenizerFile:
         self.separator: int = found
         self.separator_text = separator
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may leave holes
+        self.special_texts = special_texts(tokenizer, {"eos_token": separator, **(named or {})})
         self._tokenizer = tokenizer
         self._where = where
 
     def fingerprint(self) -> str:
-        """SHA-256 of the whole definition and the separator."""
-        return hashlib.sha256(f"{self.separator}\n{self._tokenizer.to_str()}".encode()).hexdigest()
+        """SHA-256 of the whole definition and the separator; and of special tokens that only a file beside it names."""
+        plain = special_texts(self._tokenizer, {"eos_token": self.separator_text})
+        said = "" if plain == self.special_texts else json.dumps(self.special_texts, sort_keys=True)
+        return hashlib.sha256(f"{self.separator}\n{said}{self._tokenizer.to_str()}".encode()).hexdigest()
+
+    def vocabulary(self) -> Vocabulary:
+        """What the ids are, for objectives that have to know."""
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        return describe(
+            self._tokenizer, {role: ids[text] for role, text in self.special_texts.items()}, self.vocab_size
+        )
+
+    def vocabulary_map(self) -> dict[str, int]:
+        """Every token and its id, by id."""
+        found = self._tokenizer.get_vocab(with_added_tokens=True)
+        return {token: found[token] for token in sorted(found, key=found.__getitem__)}
 
     def encode(self, texts: list[str]) -> list[Array]:
         """One uint32 array of ids per text."""
         with _refusals(self._where):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.frombuffer(array(UINT32, encoding.ids), np.uint32) for encoding in encodings]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The same, except that the mask token, spelt out, is one: a blank to be filled in.
+
+        The blank before it belongs to it, as to every word.
+        """
+        mask = self.special_texts.get("mask")
+        if mask is None:
+            return self.encode([text])[0].tolist()
+        place = self._tokenizer.get_vocab(with_added_tokens=True)[mask]
+        *before, last = text.split(mask)
+        encoded = self.encode([*(part.removesuffix(" ") for part in before), last])
+        ids = [token for part in encoded for token in (place, *part.tolist())]
+        return ids[1:]
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids; separators and other special tokens are left out."""
@@ -79,8 +110,8 @@ class TokenizerFile:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json that names the separator, as Hugging Face does."""
-        has_all = all(self._tokenizer.token_to_id(token) is not None for token in SPECIALS.values())
-        named = SPECIALS if has_all else {}
+        marks = self.special_texts if "mask" in self.special_texts else {}
+        named = {f"{role}_token": marks[role] for role in ("pad", "cls", "sep", "unk", "mask") if role in marks}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_text, **named}
         with (folder / "tokenizer.json").open("x", encoding="utf-8") as file:
             file.write(self._tokenizer.to_str(pretty=True))
@@ -125,19 +156,30 @@ def _train(tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str]
         raise failures[0]
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
+def train_marked_bpe(texts: Iterable[str], vocab_size: int) -> TokenizerFile:
+    """The same with the five special tokens, for objectives that mark places in a text."""
+    return train_bpe(texts, vocab_size, specials=tuple(SPECIALS.values()))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, specials: tuple[str, ...] = (SEPARATOR,)) -> TokenizerFile:
     """Byte-level BPE of at most vocab_size tokens. The same texts give the same tokenizer."""
-    assert vocab_size >= MIN_BPE_VOCAB
+    assert vocab_size >= 256 + len(specials)
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[SEPARATOR],
+        special_tokens=[*specials],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     _train(tokenizer, trainer, texts)
-    return TokenizerFile(tokenizer, separator=SEPARATOR)
+    if SEPARATOR in specials:
+        return TokenizerFile(tokenizer, separator=SEPARATOR)
+    mask = AddedToken(
+        SPECIALS["mask_token"], special=True, normalized=False, lstrip=True
+    )  # the blank before is its own
+    tokenizer.add_special_tokens([mask])  # pyright: ignore[reportUnknownMemberType] # stub: `list`
+    return _finished(tokenizer)
 
 
 def _byte_pieces() -> tuple[list[str], list[str], list[str]]:
@@ -207,14 +249,20 @@ def _bert_like(model: models.Model, *, over_bytes: bool) -> Tokenizer:
 
 
 def _finished(tokenizer: Tokenizer) -> TokenizerFile:
-    """With the five special tokens, and the template that BERT's readers expect."""
+    _add_specials(tokenizer)
+    return TokenizerFile(tokenizer, separator=SPECIALS["sep_token"])
+
+
+def _add_specials(tokenizer: Tokenizer) -> None:
+    """The five special tokens, and the template that BERT's readers expect."""
     begin, end = SPECIALS["cls_token"], SPECIALS["sep_token"]
-    tokenizer.add_special_tokens([*SPECIALS.values()])  # pyright: ignore[reportUnknownMemberType] # stub: `list`
+    there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [text for text in SPECIALS.values() if text not in there]
+    tokenizer.add_special_tokens(missing)  # pyright: ignore[reportUnknownMemberType] # stub: `list`
     ids = {token: tokenizer.token_to_id(token) for token in (begin, end)}
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B:1 {end}:1", special_tokens=[*ids.items()]
     )
-    return TokenizerFile(tokenizer, separator=end)
 
 
 def _byte_characters() -> list[str]:
@@ -243,14 +291,21 @@ class ByteTokenizer(TokenizerFile):
 
 
 class AlphabetTokenizer(TokenizerFile):
-    """One id per letter of an alphabet, for sources of symbols. The first letter is also the separator."""
+    """One id per letter of an alphabet, for sources of symbols. The first letter is also the separator.
 
-    def __init__(self, alphabet: str) -> None:
-        vocab = {letter: place for place, letter in enumerate(alphabet)}
+    With the five special tokens, where places are to be marked, letters come after them and [SEP] is the separator.
+    """
+
+    def __init__(self, alphabet: str, *, marked: bool = False) -> None:
+        first = [*SPECIALS.values()] if marked else []
+        vocab = {letter: place for place, letter in enumerate([*first, *alphabet])}
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.decoder = decoders.Fuse()
-        end = alphabet[0]  # so that the file itself says what ends a document
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 0)])
+        end = SPECIALS["sep_token"] if marked else alphabet[0]  # so that the file itself says what ends a document
+        if marked:
+            _add_specials(tokenizer)
+        else:
+            tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 0)])
         super().__init__(tokenizer, separator=end)
 
 
@@ -263,34 +318,47 @@ def load_tokenizer(path: Path) -> TokenizerFile:
         raise NotFoundError("there is no tokenizer.json", where=str(file)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the tokenizer: {error}", where=str(file)) from error
-    with _refusals(str(file)):
-        tokenizer = Tokenizer.from_str(content)
-    return TokenizerFile(tokenizer, separator=_separator(tokenizer, file), where=str(file))
+    try:
+        with _refusals(str(file)):
+            tokenizer = Tokenizer.from_str(content)
+    except DataError:
+        if (flat := flat_map(content)) is None:
+            raise
+        return _of_words(flat, where=str(file))
+    named = names_beside(file)
+    return TokenizerFile(tokenizer, separator=_separator(tokenizer, file, named), where=str(file), named=named)
 
 
-def _separator(tokenizer: Tokenizer, file: Path) -> str:
+def _of_words(vocab: dict[str, int], *, where: str) -> TokenizerFile:
+    """The tokenizer of a flat map: words, or pieces of words where some go on. How a BPE merges, no map tells."""
+    if missing := [token for token in SPECIALS.values() if token not in vocab]:
+        raise DataError(f"a map of tokens without {', '.join(missing)}", where=where)
+    pieces = any(token.startswith(CONTINUED) and token != CONTINUED for token in vocab)
+    if not pieces and any(token.startswith(BLANKS) for token in vocab):
+        hint = "data.tokenizer_name=RUN/checkpoints/step_N, which keeps the whole tokenizer"
+        raise DataError("a map of BPE tokens does not tell how they are merged", where=where, hint=hint)
+    unknown = SPECIALS["unk_token"]
+    if not pieces:
+        return _finished(_bert_like(models.WordLevel(vocab=vocab, unk_token=unknown), over_bytes=False))
+    over_bytes = vocab.keys() >= {*_byte_pieces()[0]}
+    longest = (4 if over_bytes else 1) * LONGEST_WORD
+    model = models.WordPiece(
+        vocab=vocab, unk_token=unknown, continuing_subword_prefix=CONTINUED, max_input_chars_per_word=longest
+    )
+    return _finished(_bert_like(model, over_bytes=over_bytes))
+
+
+def _separator(tokenizer: Tokenizer, file: Path, named: Mapping[str, str]) -> str:
     """The token that ends a document: the file's own end of a text, else a well-known one, else eos_token beside it."""
     processor: dict[str, Any] = json.loads(tokenizer.to_str()).get("post_processor") or {}
     template: list[Any] = processor.get("single", []) if processor.get("type") == "TemplateProcessing" else []
     own: str | None = template[-1].get("SpecialToken", {}).get("id") if template else None
     known = (token for token in (own, *KNOWN_SEPARATORS) if token and tokenizer.token_to_id(token) is not None)
-    found = next(known, None) or _named_beside(file)
-    if isinstance(found, str) and tokenizer.token_to_id(found) is not None:
+    found = next(known, None) or named.get("eos_token")
+    if found is not None and tokenizer.token_to_id(found) is not None:
         return found
     raise DataError(
         "no token that could end a document",
         where=str(file),
         hint='{"eos_token": "..."} in a tokenizer_config.json beside it',
     )
-
-
-def _named_beside(file: Path) -> object:
-    """eos_token of tokenizer_config.json."""
-    config = file.with_name("tokenizer_config.json")
-    if not config.is_file():
-        return None
-    try:
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        return cast("dict[str, Any]", named)["content"] if isinstance(named, dict) else named
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"no eos_token to be read: {error}", where=str(config)) from error

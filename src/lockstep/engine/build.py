@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import platform
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, Sink
 from lockstep.data.loader import Loader, validation_batches
 from lockstep.data.stream import StreamTable
-from lockstep.engine import checkpoint, feed, legacy, resume, state
+from lockstep.engine import checkpoint, epochs, feed, legacy, resume, state
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.choices import speaking
 from lockstep.engine.council import Council
@@ -31,7 +32,7 @@ from lockstep.errors import ConfigError
 from lockstep.models import shapes
 from lockstep.models.build import Built
 from lockstep.models.build import build as build_model
-from lockstep.models.shapes import LlamaShape
+from lockstep.models.shapes import AnyShape
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, faults, hub, precision
 from lockstep.runtime.group import Group
@@ -41,6 +42,8 @@ from lockstep.runtime.parallel import Sharded
 from lockstep.runtime.reduce import Alone, Exchange, Reducer
 from lockstep.runtime.signals import StopRequest
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,7 +51,7 @@ class Plan:
 
     config: RunConfig  # with `auto` precision resolved: it decides the numbers
     device: torch.device
-    shape: LlamaShape
+    shape: AnyShape
     objective: Objective
     identity_hash: str
 
@@ -66,15 +69,15 @@ def plan(loaded: Loaded, device: torch.device) -> Plan:
 def make_objective(config: RunConfig) -> Objective:
     """The objective a configuration names. One that was not made to keep documents apart is not asked to."""
     build: Any = registry.load("objectives", config.objective.name, "build")
-    if config.data.documents != "masked":
-        return build(config.objective)
-    if "documents" not in inspect.signature(build).parameters:
+    if "documents" in inspect.signature(build).parameters:
+        return build(config.objective, documents=config.data.documents)
+    if config.data.documents in ("masked", "padded"):
         raise ConfigError(
             f"objective {config.objective.name!r} cannot keep documents apart",
             where="data.documents",
             hint="data.documents=separated, or a build(options, *, documents) of its own",
         )
-    return build(config.objective, documents=config.data.documents)
+    return build(config.objective)
 
 
 def hub_token(config: RunConfig) -> str | None:
@@ -132,7 +135,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     link: Marks | None = None,
 ) -> Assembled:
     """Data, model, optimizer and state, ready for the loop."""
-    config, options = plan.config, plan.config.training
+    config = plan.config
     everyone, link = group or Group(), link or NoMarks()
     group = Group() if config.system.mode == "replicas" else everyone  # replicas train alone and are compared later
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
@@ -140,6 +143,10 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     link.enter("start")
     plan = replace(plan, objective=speaking(plan.objective, prepared.tokenizer))
     about = describe(plan, prepared.key, world=group.world)
+    counted, passes, notices = epochs.count(config, prepared.train, world=group.world)
+    for notice in notices if everyone.rank == 0 else ():
+        logger.warning("%s", notice)
+    plan, options = replace(plan, config=counted), counted.training
     stepper, built = make_stepper(plan, group, link)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
     if point and group is not everyone:
@@ -151,23 +158,14 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         loader = feed.start(make, prepared.train, config, run=run, group=everyone, stop=stop, link=told)
     else:
         loader = make()
-    checkpointer = Checkpointer(
-        run.checkpoints,
-        keep_last=config.checkpoint.keep_last,
-        extra_files=tokenizer_files(prepared),
-        group=group,
-        sharded=isinstance(stepper.exchange, Sharded),
-        writes=getattr(stepper.exchange, "writes", True),
-    )
-    checkpointer.link = told
     parts = Parts(
-        config=config,
+        config=counted,
         device=plan.device,
         stepper=stepper,
         progress=progress,
         batches=iter(loader),
         validation=make_validation(plan, prepared, group, batch_rows=about["batch_rows"]),
-        checkpointer=checkpointer,
+        checkpointer=make_checkpointer(plan, run, prepared, stepper, told),
         sinks=sinks,
         stop=stop,
         faults=stepper.faults,
@@ -178,9 +176,25 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         council=stepper.council,
         link=link if group is everyone else told,  # replicas wait for the slowest at the end
         saves=group is everyone or everyone.rank == 0,
+        epochs=passes,
+        vocabulary=vocabulary_map(prepared) if config.report.results_dir else {},
         trace_file=run.profile if config.report.profile and everyone.rank == 0 else None,
     )
     return Assembled(parts, prepared, built, loader)
+
+
+def make_checkpointer(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper, link: Marks) -> Checkpointer:
+    """Where this run saves, alone or in shards; `link` hears of it."""
+    checkpointer = Checkpointer(
+        run.checkpoints,
+        keep_last=plan.config.checkpoint.keep_last,
+        extra_files=tokenizer_files(prepared),
+        group=stepper.council.group,
+        sharded=isinstance(stepper.exchange, Sharded),
+        writes=getattr(stepper.exchange, "writes", True),
+    )
+    checkpointer.link = link
+    return checkpointer
 
 
 def make_stepper(plan: Plan, group: Group, link: Marks) -> tuple[Stepper, Built]:
@@ -221,10 +235,16 @@ def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None) -> Bu
         checkpointing=config.system.gradient_checkpointing,
         deterministic=config.system.deterministic,
         debug=config.debug.enabled,
-        documents_apart=config.data.documents == "masked",
+        documents_apart=config.data.documents in ("masked", "padded"),
         token=hub_token(config),
         shard=sharded.shard if sharded else None,
     )
+
+
+def vocabulary_map(prepared: Prepared) -> dict[str, int]:
+    """Token -> id, for the result files."""
+    tell = getattr(prepared.tokenizer, "vocabulary_map", None)
+    return tell() if tell else {}
 
 
 def tokenizer_files(prepared: Prepared) -> dict[str, bytes]:

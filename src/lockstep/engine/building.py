@@ -178,7 +178,8 @@ class Builder:
         return rows, tokens
 
     def _too_little(self, name: str, documents: int, tokens: int) -> TooLittleText:
-        need = self.config.training.context_length + 1
+        pads = self.config.objective.marks_places  # a row that is not full is no less a row
+        need = 1 if pads else self.config.training.context_length + 1
         smaller = (
             f"training.context_length={max(1, tokens - 1)} or less" if tokens > 1 else "data.data_path with more text"
         )

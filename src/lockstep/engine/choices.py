@@ -12,6 +12,7 @@ from lockstep import registry
 from lockstep.data.options import DataOptions
 from lockstep.data.tokenize import (
     MIN_BPE_VOCAB,
+    MIN_MARKED_BPE_VOCAB,
     MIN_WORD_VOCAB,
     MIN_WORDPIECE_VOCAB,
     AlphabetTokenizer,
@@ -19,6 +20,7 @@ from lockstep.data.tokenize import (
     TokenizerFile,
     load_tokenizer,
     train_bpe,
+    train_marked_bpe,
     train_wordpiece,
     train_words,
 )
@@ -34,6 +36,12 @@ TRAINED: Mapping[str, tuple[Callable[[Iterable[str], int], TokenizerFile], int]]
     "wordpiece": (train_wordpiece, MIN_WORDPIECE_VOCAB),
     "word": (train_words, MIN_WORD_VOCAB),
 }
+MARKED = {**TRAINED, "builtin": (train_marked_bpe, MIN_MARKED_BPE_VOCAB)}  # with [CLS], [SEP], [PAD] and [MASK]
+AUTOMATIC = {
+    False: ("builtin", "No tokenizer named: using a byte-level BPE trained on this text"),
+    True: ("wordpiece", "No tokenizer named: using a WordPiece trained on this text, in lower case"),
+}
+MARKS = ("pad", "cls", "sep", "mask")
 HUB_DATASETS = ("wikitext", "c4", "imdb", "hf")  # by their own names; all others are owner/name
 OWN_SOURCE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:\w+")  # pkg.module:build
 
@@ -46,6 +54,7 @@ class TokenizerChoice:
     spec: Mapping[str, Any]
     make: Callable[[Iterable[str]], TokenizerFile]
     notice: str = ""
+    ready: TokenizerFile | None = None  # needs no training
 
 
 def cache_roots(options: DataOptions) -> list[Path]:
@@ -97,25 +106,43 @@ def is_own(name: str) -> bool:
     return OWN_SOURCE.fullmatch(name) is not None and name.partition(":")[0] not in HUB_DATASETS
 
 
-def choose_tokenizer(options: DataOptions, source: Source, *, model_path: str, vocab_limit: int) -> TokenizerChoice:
-    """The tokenizer a configuration asks for."""
+def choose_tokenizer(
+    options: DataOptions, source: Source, *, model_path: str, vocab_limit: int, marks_places: bool = False
+) -> TokenizerChoice:
+    """The tokenizer a configuration asks for; one with the five special tokens if the objective marks places."""
+    choice = _choice(options, source, model_path=model_path, vocab_limit=vocab_limit, marked=marks_places)
+    has = choice.ready.special_texts if marks_places and choice.ready else MARKS
+    if missing := [role for role in MARKS if role not in has]:
+        raise ConfigError(
+            f"tokenizer {choice.name!r} has no {', '.join(f'[{role.upper()}]' for role in missing)}, and this "
+            "objective marks places in the text",
+            where="data.tokenizer_name",
+            hint="data.tokenizer_name=wordpiece, or one that has them",
+        )
+    return choice
+
+
+def _choice(
+    options: DataOptions, source: Source, *, model_path: str, vocab_limit: int, marked: bool
+) -> TokenizerChoice:
     name, notice = options.tokenizer_name or "auto", ""
     if name == "auto":
         alphabet = getattr(source, "alphabet", None)  # of a source of symbols
         if alphabet is not None:
-            return _ready("alphabet", AlphabetTokenizer(alphabet), vocab_limit)
+            return _ready("alphabet", AlphabetTokenizer(alphabet, marked=marked), vocab_limit)
         if own := existing(f"{model_path}/tokenizer.json"):
             return _ready(model_path, load_tokenizer(own), vocab_limit)
-        name = "builtin"
-        notice = (
-            "No tokenizer named: using a byte-level BPE trained on this text (data.tokenizer_name=FOLDER for your own)"
-        )
+        name, what = AUTOMATIC[marked]
+        notice = f"{what} (data.tokenizer_name=FOLDER for your own)"
     if name in TRAINED:
-        train, least = TRAINED[name]
+        if existing(f"{model_path}/tokenizer.json"):  # ids of another tokenizer mean other words to its weights
+            notice = f"{model_path} has a tokenizer of its own: data.tokenizer_name=auto, if its weights are used"
+        train, least = (MARKED if marked else TRAINED)[name]
         size = min(options.tokenizer_vocab_size, vocab_limit)
         if size < least:
             raise _does_not_fit(name, least, vocab_limit)
-        return TokenizerChoice(name, {name: size}, lambda texts: train(texts, size), notice)
+        other = {"specials": True} if train is not TRAINED[name][0] else {}
+        return TokenizerChoice(name, {name: size, **other}, lambda texts: train(texts, size), notice)
     if name == "bytes":
         return _ready(name, ByteTokenizer(), vocab_limit)
     if path := existing(name):
@@ -162,7 +189,7 @@ def _ready(name: str, tokenizer: TokenizerFile, vocab_limit: int) -> TokenizerCh
     """A tokenizer that needs no training."""
     if tokenizer.vocab_size > vocab_limit:
         raise _does_not_fit(name, tokenizer.vocab_size, vocab_limit)
-    return TokenizerChoice(name, {"file": tokenizer.fingerprint()}, lambda _: tokenizer)
+    return TokenizerChoice(name, {"file": tokenizer.fingerprint()}, lambda _: tokenizer, ready=tokenizer)
 
 
 def _does_not_fit(name: str, vocab_size: int, vocab_limit: int) -> ConfigError:

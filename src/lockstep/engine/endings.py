@@ -18,7 +18,7 @@ from lockstep.engine.parts import Parts
 from lockstep.engine.present import memory_estimate, resume_command
 from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped
 from lockstep.launch.link import Link
-from lockstep.models.shapes import LlamaShape
+from lockstep.models.shapes import Shape
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, hardware
 from lockstep.runtime.group import is_lost_peer
@@ -54,7 +54,7 @@ def explain(error: BaseException, config: RunConfig, device: torch.device) -> Ba
     )
 
 
-def check_memory(config: RunConfig, shape: LlamaShape, device: torch.device, *, shards: int = 1) -> None:
+def check_memory(config: RunConfig, shape: Shape, device: torch.device, *, shards: int = 1) -> None:
     """Refuse what cannot fit before anything is allocated: on the CPU the kernel would end the run without a word."""
     need = memory_estimate(config, shape, compiled=device.type == "cuda", shards=shards)
     free = hardware.free_memory_bytes(device)

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
-from lockstep.contracts import Batch
+from lockstep.contracts import Batch, Objective
+from lockstep.engine.council import Council
 from lockstep.engine.step import Stepper
+from lockstep.runtime.marks import Marks, NoMarks
+from lockstep.runtime.precision import Precision
+
+
+@dataclass
+class Judge:
+    """What validation needs of a stepper, for a model that is not being trained."""
+
+    model: nn.Module
+    objective: Objective
+    precision: Precision
+    link: Marks = field(default_factory=NoMarks)
+
+    def __post_init__(self) -> None:
+        self.device = self.precision.device
+        self.council = Council(self.objective.terms)
 
 
 @torch.no_grad()
-def evaluate(stepper: Stepper, batches: Sequence[Batch]) -> Mapping[str, float]:
+def evaluate(stepper: Stepper | Judge, batches: Sequence[Batch]) -> Mapping[str, float]:
     """Each measure of the objective over all batches of all ranks.
 
     The sum of each batch is put in its place in one table, and the table is added up in the order of the batches: the
-    bits are those of one process. A batch of no rows is there so that all ranks run the model equally often.
+    bits are those of one process. A batch of no rows is there so that all ranks run the model equally often. What there
+    was nothing of has no measure; the loss is then NaN.
     """
     group = stepper.council.group
     totals: dict[str, torch.Tensor] = {}
@@ -38,8 +59,11 @@ def evaluate(stepper: Stepper, batches: Sequence[Batch]) -> Mapping[str, float]:
         stepper.link.enter("communication")
     for table in totals.values():
         group.sum_(table)
-    return {name: _ratio(*table.cpu().flatten(1)) for name, table in totals.items()}
+    found = {name: _ratio(*table.cpu().flatten(1)) for name, table in totals.items()}
+    return {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
 
 
 def _ratio(sums: torch.Tensor, weights: torch.Tensor) -> float:
-    return sum(sums.tolist()) / max(1.0, sum(weights.tolist()))
+    """NaN where there was nothing to measure: 0 would be the best of all losses."""
+    weight = sum(weights.tolist())
+    return sum(sums.tolist()) / weight if weight else math.nan

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
 from lockstep.engine.encoding import length_of
-from lockstep.report.console import Bar, format_eta
+from lockstep.report.console import Bar
 from lockstep.report.logs import console_handler, is_terminal
+from lockstep.report.words import format_eta
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -6,59 +6,139 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep import registry, rundir
 from lockstep.config.load import from_dict
+from lockstep.config.schema import RunConfig
 from lockstep.contracts import Objective, SampleOptions, Tokenizer
-from lockstep.data.tokenize import load_tokenizer
+from lockstep.data.tokenize import CONTINUED, SPECIALS, TokenizerFile, load_tokenizer
 from lockstep.engine.checkpoint import MODEL, verify
 from lockstep.engine.choices import speaking
 from lockstep.engine.resume import point_of_run, read_about
 from lockstep.engine.shards import Stored
 from lockstep.errors import ConfigError
-from lockstep.models import hf
+from lockstep.models import hf, shapes
+from lockstep.models.build import Model
 from lockstep.models.build import build as build_model
-from lockstep.models.llama import Llama
-from lockstep.models.shapes import LlamaShape
 from lockstep.runtime.hardware import pick_device
+
+MASK = SPECIALS["mask_token"]
+SHOWN_WORDS = 5  # for each blank
+GREEDY = SampleOptions(temperature=0)
 
 
 @dataclass(frozen=True)
 class Trained:
     """A model with what belongs to it."""
 
-    model: Llama
-    tokenizer: Tokenizer
+    model: Model
+    tokenizer: TokenizerFile
     objective: Objective
-    shape: LlamaShape
+    shape: shapes.AnyShape
     checkpoint: Path
 
 
-def load_run(path: Path, *, device: str = "auto") -> Trained:
+def load_run(path: Path, *, device: str = "auto", documents_apart: bool = False) -> Trained:
     """The model of a run (its newest good checkpoint) or of one checkpoint folder."""
     checkpoint = path if (path / rundir.MANIFEST).is_file() else point_of_run(path).checkpoint
     verify(checkpoint)
     about = read_about(checkpoint)
     config = from_dict(about["config"])
-    shape = LlamaShape.from_hf(about["shape"])
-    plain = config.model.model_copy(update={"init": "random", "compile": "off", "attention_backend": "auto"})
-    place = pick_device(device, 0)
-    built = build_model(
-        plain, shape, device=place, dtype_name="fp32", seed=0, checkpointing=False, deterministic=False, debug=False
-    )
-    _fill(built.model, Stored(checkpoint, MODEL))
+    shape = shapes.from_hf(about["shape"])
+    model = _bare_model(config, shape, pick_device(device, 0), documents_apart=documents_apart)
+    _fill(model, Stored(checkpoint, MODEL))
     tokenizer = load_tokenizer(checkpoint)
     objective = speaking(registry.load("objectives", config.objective.name, "build")(config.objective), tokenizer)
-    return Trained(built.model.eval(), tokenizer, objective, shape, checkpoint)
+    return Trained(model.eval(), tokenizer, objective, shape, checkpoint)
+
+
+def _bare_model(
+    config: RunConfig, shape: shapes.AnyShape, place: torch.device, *, documents_apart: bool, seed: int = 0
+) -> Model:
+    """The model of a run with random first weights, for use and not for training."""
+    plain = config.model.model_copy(update={"init": "random", "compile": "off", "attention_backend": "auto"})
+    return build_model(
+        plain,
+        shape,
+        device=place,
+        dtype_name="fp32",
+        seed=seed,
+        checkpointing=False,
+        deterministic=False,
+        debug=False,
+        documents_apart=documents_apart,
+    ).model
+
+
+def untrained(trained: Trained, seed: int) -> nn.Module:
+    """The same model as if it had never learnt: what pretraining is compared with."""
+    config = from_dict(read_about(trained.checkpoint)["config"])
+    place = next(trained.model.parameters()).device
+    return _bare_model(config, trained.shape, place, documents_apart=True, seed=seed)
 
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
+
+
+@dataclass(frozen=True)
+class Blank:
+    """What a model would put in the place of one [MASK]: words with their probabilities, the likeliest first."""
+
+    position: int  # among the tokens, from 1
+    words: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A text with its blanks filled in."""
+
+    text: str
+    blanks: tuple[Blank, ...]
+
+    def lines(self) -> list[str]:
+        """The text, and the documented lines for each blank."""
+        found = [self.text]
+        width = max((20, *(len(word) for blank in self.blanks for word, _ in blank.words)))
+        for blank in self.blanks:
+            found.append(f"[MASK] at position {blank.position}:")
+            found += [f"  {word:<{width}} {probability:.4f}" for word, probability in blank.words]
+        return found
+
+
+def fill_blanks(
+    model: nn.Module, objective: Objective, tokenizer: TokenizerFile, prompt: str, options: SampleOptions = GREEDY
+) -> Filled:
+    """The prompt with each [MASK] filled in, the surest first, and the likeliest words of each blank by itself."""
+    mask = tokenizer.special_texts["mask"]
+    prompt = prompt.replace(MASK, mask)  # ours is understood whatever the tokenizer's is
+    if mask not in prompt:
+        example = 'lockstep sample RUN "the [MASK] sat"'
+        raise ConfigError(f"this model fills blanks, and the prompt has no {mask}", where="PROMPT", hint=example)
+    ids, goes_on = tokenizer.encode_prompt(prompt), tokenizer.vocabulary().continues
+    likeliest = objective.fill(model, ids, top=SHOWN_WORDS)  # pyright: ignore[reportAttributeAccessIssue] - who fills
+    chosen = objective.sample(model, ids, options)
+    text, *rest = prompt.split(mask)
+    blanks: list[Blank] = []
+    for (place, found), after in zip(likeliest, rest, strict=True):
+        marks = {True: CONTINUED, False: ""}
+        words = tuple((marks[bool(goes_on[token])] + _word(tokenizer, token), share) for token, share in found)
+        blanks.append(Blank(place + 1, words))
+        before = text.rstrip() if goes_on[chosen[place]] else text
+        text = before + _word(tokenizer, chosen[place]) + after
+    return Filled(text, tuple(blanks))
+
+
+def _word(tokenizer: TokenizerFile, token: int) -> str:
+    """A token as people read it."""
+    text = tokenizer.decode([token])
+    return text.strip().removeprefix(CONTINUED) or repr(text)
 
 
 def continue_text(
@@ -86,18 +166,21 @@ def _continuation(tokenizer: Tokenizer, prompt: str, ids: list[int], added: list
     return whole[len(before) :].lstrip() if prompt[-1].isspace() and not before[-1:].isspace() else whole[len(before) :]
 
 
-def sample_run(path: Path, prompt: str, options: SampleOptions) -> str:
-    """`lockstep sample RUN "prompt"`."""
+def sample_run(path: Path, prompt: str, given: Mapping[str, Any]) -> str:
+    """`lockstep sample RUN "prompt"`; `given` are fields of SampleOptions, the others are as suits the model."""
     trained = load_run(path)
-    stop = (trained.tokenizer.separator,)
-    drawn = SampleOptions(options.tokens, options.temperature, options.top_k, options.seed, stop)
-    return continue_text(trained.model, trained.objective, trained.tokenizer, prompt, drawn)
+    what = (trained.model, trained.objective, trained.tokenizer, prompt)
+    if hasattr(trained.objective, "fill"):
+        return "\n".join(fill_blanks(*what, dataclasses.replace(GREEDY, **given)).lines())
+    return continue_text(*what, SampleOptions(stop=(trained.tokenizer.separator,), **given))
 
 
 def export_run(path: Path, folder: Path, dtype: str = "fp32") -> Path:
     """`lockstep export RUN --to hf`: a folder that transformers loads."""
     trained = load_run(path, device="cpu")
-    shape = dataclasses.replace(trained.shape, eos=(trained.tokenizer.separator,))
+    tokenizer = trained.tokenizer
+    specials = tokenizer.vocabulary().specials
+    shape = shapes.with_tokens(trained.shape, separator=tokenizer.separator, specials=specials)
     tokenizer_file = trained.checkpoint / "tokenizer.json"
     hf.export(trained.model, shape, folder, dtype=dtype, tokenizer_file=tokenizer_file)
     return folder

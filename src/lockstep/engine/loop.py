@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from lockstep.contracts import StepRecord
-from lockstep.engine import legacy
-from lockstep.engine.evaluate import evaluate
+from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, write_results
 from lockstep.engine.parts import Parts
-from lockstep.engine.state import capture, digest
+from lockstep.engine.state import digest
 from lockstep.engine.step import Pending
 from lockstep.engine.timing import Clock, profiling
 from lockstep.errors import NonFiniteError
@@ -30,6 +28,7 @@ class Launched:
 
     step: int
     tokens: int  # of all ranks
+    targets: int  # of all ranks: what its loss is a mean over
     pending: Pending
     host_seconds: float  # without waiting for other ranks
 
@@ -37,9 +36,13 @@ class Launched:
 def run(parts: Parts) -> None:
     """Train from parts.progress.step to the end, or until told to stop."""
     flying: Launched | None = None
+    begin = parts.progress.step
+    if parts.is_over(begin):
+        return
+    reopen(parts)
     clock = Clock()
-    with profiling(parts.trace_file, steps_left=parts.config.training.max_steps - parts.progress.step) as profiler:
-        for step in range(parts.progress.step, parts.config.training.max_steps):
+    with profiling(parts.trace_file, steps_left=parts.steps_left(begin)) as profiler:
+        for step in range(begin, parts.last_step):
             try:
                 launched = launch(parts, step)
             except (Exception, SystemExit) as error:
@@ -74,11 +77,11 @@ def launch(parts: Parts, step: int) -> Launched:
     agreed = council.agreed
     if agreed.stop:
         parts.stop.signal, parts.stopping = agreed.stop, True
-    if step + 1 < parts.config.training.max_steps and not parts.stopping:
+    if not parts.is_over(step + 1) and not parts.stopping:
         link.enter("data")
         council.look_ahead(parts.batches, parts.stop)
     parts.pace.own = time.perf_counter() - began - parts.stepper.waited_seconds
-    return Launched(step, agreed.tokens, pending, parts.pace.own)
+    return Launched(step, agreed.tokens, sum(agreed.weights.values()), pending, parts.pace.own)
 
 
 def must_look(parts: Parts, step: int) -> bool:
@@ -87,7 +90,8 @@ def must_look(parts: Parts, step: int) -> bool:
     return (
         config.debug.enabled
         or parts.must_stop()
-        or done == config.training.max_steps
+        or parts.is_over(done)
+        or parts.ends_epoch(done)
         or due(done, config.training.save_interval)
         or due(done, config.training.eval_interval)
         or due(done, config.debug.digest_interval)
@@ -99,11 +103,16 @@ def attend(parts: Parts, step: int) -> bool:
     """What is due after a settled step: validation, saving, stopping. True when training is over."""
     options, done = parts.config.training, step + 1
     stale = 0 < options.patience <= parts.progress.stale_steps
-    over = done == options.max_steps or stale
-    if over or (due(done, options.eval_interval) and not parts.stopping):
+    over = parts.is_over(done) or stale
+    milestone = over or parts.ends_epoch(done)
+    if milestone or (due(done, options.eval_interval) and not parts.stopping):
         validate(parts)
-    if over or parts.must_stop() or due(done, options.save_interval):
+    if milestone:
+        end_epoch(parts)
+    if milestone or parts.must_stop() or due(done, options.save_interval):
         save(parts, "interrupted" if parts.stopping and not over else f"step_{done}")
+    if milestone:
+        write_results(parts)
     if stale:
         logger.info(
             "Early stopping triggered: smoothed loss %.4f has not improved by %g for %d steps",
@@ -123,7 +132,8 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     seconds = clock.lap(launched.pending)
     progress, config = parts.progress, parts.config
     if not reading.fatal:
-        progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=config.training.min_delta)
+        delta, targets = config.training.min_delta, launched.targets
+        progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=delta, targets=targets)
     parts.pace.note(reading.loss, launched.tokens, seconds)
     digest_due = due(progress.step, config.debug.digest_interval)
     flops = launched.tokens * parts.flops_per_token / seconds
@@ -138,7 +148,7 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
         skipped=reading.overflow,
         loss_scale=reading.loss_scale,
         digest=digest(parts.stepper.model) if digest_due else "",
-        eta_seconds=(config.training.max_steps - progress.step) * parts.pace.recent,
+        eta_seconds=parts.steps_left(progress.step) * parts.pace.recent,
         mfu=flops / parts.peak_flops if parts.peak_flops else None,
     )
     for sink in parts.sinks:
@@ -163,33 +173,3 @@ def judge(parts: Parts, record: StepRecord, *, fatal: bool) -> None:
             where=where,
             hint="--precision bf16 or fp32",
         )
-
-
-def validate(parts: Parts) -> None:
-    """Measure the validation batches and tell everyone."""
-    parts.link.enter("evaluate")
-    measures = evaluate(parts.stepper, parts.validation)
-    parts.val_loss = measures["loss"]
-    parts.tell("eval", step=parts.progress.step, **{f"val_{name}": value for name, value in measures.items()})
-
-
-def save(parts: Parts, name: str) -> None:
-    """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it."""
-    if not parts.saves:
-        return
-    parts.link.enter("save")
-    state = capture(parts.stepper, parts.progress, parts.about)
-    path = parts.checkpointer.save(parts.progress.step, state)
-    parts.tell("save", step=parts.progress.step, path=str(path))
-    if parts.config.training.checkpoint_dir:
-        epoch = parts.progress.step * parts.batch_rows // parts.rows
-        documented = Path(parts.config.training.checkpoint_dir) / f"{name}.pt"
-        config = parts.about["config"]
-        group = parts.council.group
-        legacy.write(documented, parts.stepper, state, epoch=epoch, config=config, group=group)
-        parts.tell("export", step=parts.progress.step, path=str(documented))
-
-
-def due(done: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps happens after `done` of them."""
-    return interval > 0 and done % interval == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from lockstep.data.cache import Table
 from lockstep.data.stream import StreamTable
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.council import Council
+from lockstep.engine.epochs import Epochs
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import LockstepError, Stopped
@@ -72,6 +74,10 @@ class Parts:
     trace_file: Path | None = None  # where to put a profile, if one was asked for
     last: StepRecord | None = None
     val_loss: float | None = None
+    measures: Mapping[str, float] = field(default_factory=dict[str, float])  # of the last validation
+    epochs: Epochs | None = None  # None: training.max_steps decides
+    epoch_began: float = 0.0  # by the clock that only runs forward, in this process
+    vocabulary: Mapping[str, int] = field(default_factory=dict[str, int])  # token -> id, for who gets the results
     pace: Pace = field(default_factory=Pace)
 
     @property
@@ -84,6 +90,29 @@ class Parts:
         """Rows of the global batch."""
         options = self.config.training
         return self.council.group.world * options.batch_size * options.grad_accum_nums
+
+    @property
+    def known_val_loss(self) -> float | None:
+        """Of the last validation, if it is a number."""
+        return self.val_loss if self.val_loss is not None and math.isfinite(self.val_loss) else None
+
+    @property
+    def last_step(self) -> int:
+        """No run goes beyond this many steps."""
+        return self.epochs.limit if self.epochs else self.config.training.max_steps
+
+    def is_over(self, done: int) -> bool:
+        """Whether `done` steps are all there are to make."""
+        return self.epochs.is_over(done) if self.epochs else done >= self.config.training.max_steps
+
+    def ends_epoch(self, done: int) -> bool:
+        """Whether an epoch ends with step number `done`; never where nobody counts in epochs."""
+        return self.epochs is not None and self.epochs.ends(done)
+
+    def steps_left(self, done: int) -> int:
+        """Steps to make, as far as that is known."""
+        total = self.epochs.steps_after(done) if self.epochs else self.config.training.max_steps
+        return max(0, total - done)
 
     def must_stop(self) -> bool:
         """Whether to stop now: alone a signal is enough, several ranks go by what they have agreed on."""

@@ -57,7 +57,13 @@ def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Pre
     roots = cache_roots(config.data)
     options = config.data.model_copy(update={"cache_dir": str(roots[0])})
     source = choose_source(options)
-    choice = choose_tokenizer(options, source, model_path=config.model.model_path, vocab_limit=vocab_limit)
+    choice = choose_tokenizer(
+        options,
+        source,
+        model_path=config.model.model_path,
+        vocab_limit=vocab_limit,
+        marks_places=config.objective.marks_places,
+    )
     notices = (choice.notice,) if choice.notice else ()
     told = logging.INFO if env.detect().rank == 0 else logging.DEBUG  # the same for every worker: one tells it
     for notice in notices:
@@ -123,6 +129,12 @@ def is_prepared(config: RunConfig) -> bool:
     if asks_hub(options):
         return False
     source = choose_source(options)
-    choice = choose_tokenizer(options, source, model_path=config.model.model_path, vocab_limit=shape.vocab_size)
+    choice = choose_tokenizer(
+        options,
+        source,
+        model_path=config.model.model_path,
+        vocab_limit=shape.vocab_size,
+        marks_places=config.objective.marks_places,
+    )
     key = key_of(key_parts(config, objective.columns_of(options.documents), source=source, choice=choice))
     return any((root / key / MANIFEST).is_file() for root in roots)

@@ -16,15 +16,18 @@ from lockstep.data.cache import Table
 from lockstep.data.stream import StreamTable
 from lockstep.engine.build import Assembled, Plan
 from lockstep.engine.parts import Parts
-from lockstep.models.shapes import LlamaShape, Memory, memory_bytes
-from lockstep.report.console import Banner, Summary
+from lockstep.models.shapes import Memory, Shape, memory_bytes
+from lockstep.report.words import Banner, Summary
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware
+
+OUTCOMES = {"mlm": "MLM pre-training completed!"}  # as documented, where the usual words are others
 
 
 def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> Banner:
     """The facts before the first step."""
-    config, shape, options = planned.config, planned.shape, planned.config.training
+    config, shape, epochs = planned.config, planned.shape, assembled.parts.epochs
+    options = assembled.parts.config.training  # with the steps counted
     memory = memory_estimate(config, shape, compiled=assembled.built.compiled)
     total = hardware.total_memory_bytes(planned.device)
     label = env.detect().tag
@@ -51,6 +54,8 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         logs=tuple(str(path) for path in wanted_logs(config, run)),
         tag=label.replace("GPU", "GPU "),
         version=lockstep.__version__,
+        epochs=epochs.count if epochs else 0,
+        epoch_steps=epochs.epoch_steps_after(assembled.parts.progress.step) if epochs else 0.0,
     )
 
 
@@ -84,7 +89,7 @@ def workers_banner(planned: Plan, world: int) -> list[str]:
     ]
 
 
-def memory_estimate(config: RunConfig, shape: LlamaShape, *, compiled: bool, shards: int = 1) -> Memory:
+def memory_estimate(config: RunConfig, shape: Shape, *, compiled: bool, shards: int = 1) -> Memory:
     """What this configuration will need on one device."""
     whole = memory_bytes(
         shape,
@@ -101,9 +106,12 @@ def memory_estimate(config: RunConfig, shape: LlamaShape, *, compiled: bool, sha
 def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
     """The facts after the last step."""
     pace, place, tb = parts.pace, shlex.quote(str(run.root)), shlex.quote(str(run.tensorboard))
-    prompt = shlex.quote(parts.config.report.sample_prompt.strip() or "The")
+    fills = hasattr(parts.stepper.objective, "fill") and "[MASK]" not in parts.config.report.sample_prompt
+    prompt = shlex.quote("the [MASK] of" if fills else parts.config.report.sample_prompt.strip() or "The")
     rate = pace.tokens / pace.seconds if pace.seconds else 0.0
+    family = parts.config.family
     return Summary(
+        outcome=OUTCOMES.get(family, Summary.outcome),
         steps=parts.progress.step,
         loss=parts.last.loss if parts.last else math.nan,
         first_loss=pace.first_loss,

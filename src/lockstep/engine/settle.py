@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from lockstep import registry
 from lockstep.config.given import Origin
 from lockstep.engine import predecessor
-from lockstep.engine.choices import cache_roots, choose_source, existing, hub_tokenizer, is_of_hub, is_own
+from lockstep.engine.choices import AUTOMATIC, cache_roots, choose_source, existing, hub_tokenizer, is_of_hub, is_own
 from lockstep.engine.predecessor import is_open
 from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
 from lockstep.models import shapes
@@ -134,10 +134,14 @@ def _first_of(names: list[str], options: DataOptions) -> tuple[str, str]:
 
 def _tokenizer(config: RunConfig, dataset: str) -> tuple[str, str] | None:
     """The model's own from the hub, where `auto` would need it and it can be had; None: there is nothing to ask."""
-    data, path = config.data, config.model.model_path
+    data, path = config.data, shapes.full_name(config.model.model_path)
     if data.tokenizer_name not in (None, "auto") or dataset == "synthetic" or is_own(dataset):
         return None
-    if existing(f"{path}/tokenizer.json") or not hub.looks_like_id(path) or path.startswith("lockstep/"):
+    if (
+        existing(f"{config.model.model_path}/tokenizer.json")
+        or not hub.looks_like_id(path)
+        or path.startswith("lockstep/")
+    ):
         return None
     token = hub.token_of(data.hf_token)
     if not (reason := hub.available(path, "tokenizer.json", token=token)):
@@ -152,5 +156,6 @@ def _tokenizer(config: RunConfig, dataset: str) -> tuple[str, str] | None:
             if size <= room:
                 return path, ""
             reason = f"its {size} ids do not fit model.vocab_size {room}"
-    trained = "a byte-level BPE trained on this text (data.tokenizer_name=FOLDER for your own)"
-    return "builtin", f"No tokenizer named, none of {path} ({reason}): using {trained}"
+    name, instead = AUTOMATIC[config.objective.marks_places]
+    _, _, trained = instead.partition(": ")
+    return name, f"No tokenizer named, none of {path} ({reason}): {trained} (data.tokenizer_name=FOLDER for your own)"

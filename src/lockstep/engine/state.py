@@ -90,13 +90,15 @@ def _check_counts(state: State) -> Progress:
     try:
         progress = Progress.from_state_dict(state.run["progress"])
         counts = (progress.step, progress.tokens, progress.skipped, progress.overflow_run, progress.stale_steps)
+        counts += (progress.epoch_targets,)
         whole = all(isinstance(count, int) and count >= 0 for count in (*counts, state.run["applied_steps"]))
-        losses = (progress.smoothed_loss, progress.best_loss)
+        losses = (progress.smoothed_loss, progress.best_loss, *progress.train_losses, *progress.val_losses)
         real = all(loss is None or isinstance(loss, float) for loss in losses)
         scale = state.run["loss_scale"]
         real &= scale is None or all(isinstance(scale[key], int | float) for key in ("scale", "growth_tracker"))
     except (KeyError, TypeError) as error:
         raise DataError(f"the checkpoint's counts cannot be read: {error}") from None
+    real &= len(progress.train_losses) == len(progress.val_losses)
     if not whole or not real or state.run["applied_steps"] != progress.step - progress.skipped:
         raise DataError(f"the checkpoint's counts do not agree: {progress}, {state.run['applied_steps']} applied")
     return progress

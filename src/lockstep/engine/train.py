@@ -19,10 +19,13 @@ from filelock import FileLock, Timeout
 from lockstep import rundir
 from lockstep.config.load import Loaded, identity, to_dict
 from lockstep.config.schema import RunConfig
-from lockstep.contracts import SampleOptions, Sink
-from lockstep.engine import endings, inference, loop, present, replicas, resume, settle
+from lockstep.contracts import Sink
+from lockstep.engine import endings, first_loss, handover, loop, present, replicas, results, resume, settle, usage
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
+from lockstep.engine.estimate import estimate
+from lockstep.engine.milestones import close_the_end, write_results
 from lockstep.engine.parts import Parts
+from lockstep.engine.samples import draw_sample
 from lockstep.errors import ConfigError, LockstepError, OutputError
 from lockstep.launch.link import Link, attach
 from lockstep.report.console import ConsoleSink
@@ -33,12 +36,10 @@ from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware, nodes, owner, signals
 from lockstep.runtime.gpu_facts import Sampler
 from lockstep.runtime.group import Group, is_lost_peer, join
-from lockstep.runtime.marks import Marks
 
 logger = logging.getLogger(__name__)
 
 WHOLE = ("ddp", "replicas")  # modes in which one worker has the whole model
-FIRST_LOSS_TOLERANCE = 0.1  # beyond four standard errors of the mean over the batch
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def train(loaded: Loaded) -> Result:
     system, place = loaded.config.system, env.detect()
     link = attach(place)
     with signals.listening() as stop, contextlib.ExitStack() as closing:
-        device = hardware.pick_device(system.device, _device_index(place, system.device_id))
+        device = hardware.pick_device(system.device, hardware.own_index(place, system.device_id))
         label_by_device(device)
         start_log(loaded, None)
         group = join(place, device, timeout_seconds=system.hang_seconds)
@@ -85,6 +86,8 @@ def train(loaded: Loaded) -> Result:
             planned = plan(loaded, device)
             endings.check_memory(planned.config, planned.shape, device, shards=shards(system.mode, place))
             run, point = choose_run(group, planned, loaded, closing)
+            if point:
+                handover.hand_over(point.checkpoint, group, place)
             start_log(loaded, run)
             link.tell_run(run.root.absolute())
             result = train_in(run, planned, point, Surroundings(loaded, stop, group, link, place))
@@ -102,13 +105,6 @@ def comparable(loaded: Loaded) -> Loaded:
     return replace(loaded, config=config)
 
 
-def _device_index(place: env.Env, asked: int) -> int:
-    """Among the visible devices: the one asked for, or this worker's own."""
-    return (
-        env.device_index(place, torch.cuda.device_count()) if place.world > 1 and torch.cuda.is_available() else asked
-    )
-
-
 def shards(mode: str, place: env.Env) -> int:
     """In how many parts the state of the model is cut."""
     if mode == "hsdp":
@@ -122,6 +118,8 @@ def choose_run(
     """The run folder, owned until `closing`, and where to go on from: the first worker decides, the others follow."""
 
     def decide() -> dict[str, str | None]:
+        if planned.config.report.results_dir:
+            results.probe(Path(planned.config.report.results_dir), planned.config.family)
         point = resume.find(planned.config, planned.identity_hash)
         if point:
             allow = planned.config.checkpoint.allow_mismatch
@@ -184,21 +182,9 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
                 rundir.point_latest(run)  # a run that could not begin is not the latest
             parts = assembled.parts
             announce(run, planned, assembled, point, loaded)
-            if parts.progress.step < config.training.max_steps:
-                stop.patient = not parts.council.alone  # several ranks leave by agreement, once they have begun
-                rehearse(parts, planned)
-                stop.patient = True
-                loop.run(parts)
-                stop.patient = False
-            else:
-                logger.info("Nothing left to do: all %d steps are done", config.training.max_steps)
-                loop.validate(parts)
+            train_parts(parts, planned, stop)
             replicas.compare(parts, around.group, mode=config.system.mode)
-            speaks = around.first and config.system.mode in WHOLE
-            sample = draw_sample(parts, assembled, around.group.told(around.link)) if speaks else ""
-            stop.patient = True  # it is done
-            summary = present.summary(run, parts, sample, time.perf_counter() - started)
-            parts.tell("end", exit_code=0, step=parts.progress.step, tokens=parts.progress.tokens, **summary.fields())
+            finish(run, assembled, around, sampler, seconds=time.perf_counter() - started)
         except BaseException as error:
             stop.patient = True  # what is left to do is quick, or worth waiting for
             explained = endings.explain(error, config, planned.device)
@@ -214,6 +200,39 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
                 raise
             raise explained from error
     return Result(run.root, parts.progress.step, parts.last.loss if parts.last else math.nan, parts.val_loss)
+
+
+def train_parts(parts: Parts, planned: Plan, stop: signals.StopRequest) -> None:
+    """Rehearse and train, unless all is done already."""
+    if parts.is_over(parts.progress.step):
+        go_on_from_the_end(parts)
+        return
+    stop.patient = not parts.council.alone  # several ranks leave by agreement, once they have begun
+    rehearse(parts, planned)
+    estimate(parts)
+    stop.patient = True
+    loop.run(parts)
+    stop.patient = False
+
+
+def finish(run: RunDir, assembled: Assembled, around: Surroundings, sampler: Sampler, *, seconds: float) -> None:
+    """After the last step: what each worker has done, what the model says, and the summary."""
+    parts, group = assembled.parts, around.group
+    tells_usage = parts.epochs is not None or group.world > 1
+    workers = usage.gather(parts, group, sampler, seconds=seconds) if tells_usage else []
+    speaks = around.first and parts.config.system.mode in WHOLE
+    sample = draw_sample(parts, assembled, group.told(around.link)) if speaks else ""
+    around.stop.patient = True  # it is done
+    summary = replace(present.summary(run, parts, sample, seconds), workers=tuple(workers))
+    parts.tell("end", exit_code=0, step=parts.progress.step, tokens=parts.progress.tokens, **summary.fields())
+
+
+def go_on_from_the_end(parts: Parts) -> None:
+    """A run that is complete: say so, measure it, and make good result files that are missing."""
+    count = f", {parts.epochs.count} epochs" if parts.epochs else ""
+    logger.info("Nothing left to do: all %d steps are done%s", parts.progress.step, count)
+    close_the_end(parts)
+    write_results(parts)
 
 
 def watch_gpu(device: torch.device, folder: Path) -> Sampler:
@@ -239,6 +258,7 @@ def make_sinks(run: RunDir, config: RunConfig, around: Surroundings, sampler: Sa
         log_interval=config.report.log_interval,
         progress=config.report.progress if around.first else "off",
         brief=not around.first,
+        facts=facts,
     )
     if not around.first:
         own = run.worker(around.place.tag, around.place.node) / "events.jsonl"
@@ -339,33 +359,9 @@ def rehearse(parts: Parts, planned: Plan) -> None:
     first = parts.council.fetch(parts.batches, parts.stop)
     parts.batches = itertools.chain([first], parts.batches)
     reading = parts.stepper.rehearse(first)
-    if parts.progress.step > 0 or parts.config.model.init != "random":
+    if parts.progress.step > 0 or parts.config.model.init != "random" or not any(parts.council.agreed.weights.values()):
         return
-    std = parts.config.model.head_init_std or parts.config.model.init_std
-    spread = std * math.sqrt(planned.shape.hidden_size)  # of a logit: after the last norm |h| is sqrt(d)
-    expected = math.log(planned.shape.vocab_size) + spread**2 / 2
-    allowed = FIRST_LOSS_TOLERANCE + 4 * spread / math.sqrt(sum(batch.tokens for batch in first))
+    expected, allowed = first_loss.foreseen(parts.config, planned.shape, first)
     parts.tell("first_loss", step=0, loss=reading.loss, expected=expected)
     if not abs(reading.loss - expected) <= allowed:
         logger.warning("First loss %.4f, expected %.2f ± %.2f (ln V + d std²/2)", reading.loss, expected, allowed)
-
-
-def draw_sample(parts: Parts, assembled: Assembled, link: Marks) -> str:
-    """What the model says to the configured prompt."""
-    report, tokenizer = parts.config.report, assembled.prepared.tokenizer
-    if not report.sample_prompt:
-        return ""
-    options = SampleOptions(
-        tokens=report.sample_tokens, temperature=0.6, seed=parts.config.system.seed, stop=(tokenizer.separator,)
-    )
-    every_token = parts.stepper.model.register_forward_pre_hook(lambda *_: link.enter("evaluate"))
-    try:
-        with parts.stepper.precision.context():
-            return inference.continue_text(
-                parts.stepper.model, parts.stepper.objective, tokenizer, report.sample_prompt, options
-            )
-    except (LockstepError, RuntimeError) as error:  # the training is done and saved: this does not undo it
-        logger.warning("No sample: %s", error)
-        return ""
-    finally:
-        every_token.remove()

@@ -44,7 +44,7 @@ def _rows(opened: Any, group: int, column: str, *, start: int, how: Reading) -> 
     for batch in opened.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column], use_threads=False):
         if start < len(batch):
             for value in batch.column(0).slice(start).to_pylist():
-                yield joined(value, how.where)
+                yield joined(how.spelt(value), how.where)
         start = max(0, start - len(batch))
 
 
@@ -53,7 +53,8 @@ def _text_fields(schema: Any, how: Reading, types: Any) -> list[str]:
 
     def is_text(kind: Any) -> bool:
         plain = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        return plain or (types.is_dictionary(kind) and is_text(kind.value_type))
+        number = how.numbers and (types.is_integer(kind) or types.is_boolean(kind) or types.is_floating(kind))
+        return plain or number or (types.is_dictionary(kind) and is_text(kind.value_type))
 
     def is_words(kind: Any) -> bool:
         return (types.is_list(kind) or types.is_large_list(kind)) and is_text(kind.value_type)

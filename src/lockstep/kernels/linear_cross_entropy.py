@@ -22,17 +22,24 @@ IGNORE = -100  # a target that is none
 
 
 def linear_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, token_weights_N: Tensor | None = None, *, chunk_tokens: int
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    token_weights_N: Tensor | None = None,
+    *,
+    chunk_tokens: int,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
-    """Sum over targets != -100 of token_weight * cross-entropy(x @ weight.T), in fp32."""
+    """Sum over targets != -100 of token_weight * cross-entropy(x @ weight.T + bias), in fp32."""
     if x_ND.shape[0] <= chunk_tokens:
-        return _plain_sum(F.linear(x_ND, weight_VD), targets_N, token_weights_N)
-    dtype = _matmul_dtype(x_ND)
-    if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        total = _ChunkedSum.apply(x_ND, weight_VD, targets_N, token_weights_N, chunk_tokens, dtype)
+        return _plain_sum(F.linear(x_ND, weight_VD, bias_V), targets_N, token_weights_N)
+    rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
+    learnt = (x_ND, weight_VD) if bias_V is None else (x_ND, weight_VD, bias_V)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learnt):
+        total = _ChunkedSum.apply(x_ND, weight_VD, bias_V, *rest)
         assert isinstance(total, Tensor)
         return total
-    return _chunked_sum(x_ND, weight_VD, targets_N, token_weights_N, chunk_tokens, dtype)[0]
+    return _chunked_sum(x_ND, weight_VD, bias_V, *rest)[0]
 
 
 @torch.no_grad()
@@ -47,6 +54,21 @@ def score_next_tokens(
         total = total + _plain_sum(logits_CV, targets_C, None)
         correct = correct + (logits_CV.argmax(-1) == targets_C).sum()  # never equal to IGNORE
     return total, correct
+
+
+@torch.no_grad()
+def score_targets(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, chunk_tokens: int, bias_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(cross-entropy of each target, whether it was the most likely token), for evaluation; every target is one."""
+    losses_N = torch.empty_like(targets_N, dtype=torch.float64 if x_ND.dtype == torch.float64 else torch.float32)
+    correct_N = torch.empty_like(targets_N, dtype=torch.bool)
+    for start in range(0, x_ND.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        logits_CV = F.linear(x_ND[rows], weight_VD, bias_V)
+        losses_N[rows] = F.cross_entropy(_widen(logits_CV), targets_N[rows], reduction="none")
+        correct_N[rows] = logits_CV.argmax(-1) == targets_N[rows]
+    return losses_N, correct_N
 
 
 def _plain_sum(logits_NV: Tensor, targets_N: Tensor, token_weights_N: Tensor | None) -> Tensor:
@@ -69,10 +91,10 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
 
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
-            total, grad_x_ND, grad_weight_VD = _chunked_sum(x_ND, weight_VD, *rest, want_grad=True)
-        ctx.save_for_backward(grad_x_ND, grad_weight_VD)
+            total, *gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, want_grad=True)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
@@ -81,21 +103,23 @@ class _ChunkedSum(torch.autograd.Function):
         ctx: Any, *grads: Any
     ) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        grad_x_ND, grad_weight_VD = ctx.saved_tensors
-        return grad_x_ND * grad, grad_weight_VD * grad, None, None, None, None
+        scaled = [None if saved is None else saved * grad for saved in ctx.saved_tensors]
+        return *scaled, None, None, None, None
 
 
 def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come as a row
     x_ND: Tensor,
     weight_VD: Tensor,
+    bias_V: Tensor | None,
     targets_N: Tensor,
     token_weights_N: Tensor | None,
     chunk_tokens: int,
     dtype: torch.dtype,
     want_grad: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The sum and, where wanted, its gradients; only one chunk's logits exist at a time."""
     x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
+    bias_low_V = None if bias_V is None else bias_V.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scale_N = (targets_N != IGNORE).to(wide)
     if token_weights_N is not None:
@@ -104,10 +128,11 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     total = torch.zeros((), device=x_ND.device, dtype=wide)
     grad_x_ND = torch.empty_like(x_ND) if want_grad else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if want_grad else None
+    grad_bias_V = None if bias_V is None or not want_grad else torch.zeros_like(bias_V, dtype=wide)
     for start in range(0, x_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         x_CD, scale_C = x_low_ND[rows], scale_N[rows]
-        logits_CV = F.linear(x_CD, weight_low_VD).to(wide)
+        logits_CV = F.linear(x_CD, weight_low_VD, bias_low_V).to(wide)
         target_C1 = torch.where(targets_N[rows] == IGNORE, 0, targets_N[rows])[:, None]
         normaliser_C1 = logits_CV.logsumexp(-1, keepdim=True)
         losses_C = (normaliser_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1)
@@ -116,9 +141,14 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
             continue
         delta_CV = logits_CV.sub_(normaliser_C1).exp_()  # softmax, in the logits' own memory
         delta_CV.scatter_add_(-1, target_C1, torch.full_like(normaliser_C1, -1.0))
-        delta_CV = delta_CV.mul_((scale_C / peak)[:, None]).to(dtype)
+        delta_CV = delta_CV.mul_((scale_C / peak)[:, None])
+        if grad_bias_V is not None:
+            grad_bias_V += delta_CV.sum(0)
+        delta_CV = delta_CV.to(dtype)
         grad_x_ND[rows] = (delta_CV @ weight_low_VD) * peak
         grad_weight_VD += delta_CV.T @ x_CD
     if grad_weight_VD is not None:
         grad_weight_VD = grad_weight_VD.mul_(peak).to(weight_VD.dtype)
-    return total, grad_x_ND, grad_weight_VD
+    if grad_bias_V is not None and bias_V is not None:
+        grad_bias_V = grad_bias_V.mul_(peak).to(bias_V.dtype)
+    return total, grad_x_ND, grad_weight_VD, grad_bias_V

@@ -156,6 +156,7 @@ class Screen:
     def __init__(self, descriptor: int) -> None:
         self.closed = False  # the reader went away
         self.hurried = False  # workers shall end: nobody waits for the reader any more
+        self.copy: LogFile | None = None  # all that is shown, also what no reader takes
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self.descriptor, self._piece_bytes, self._own = _open_screen(descriptor)
@@ -173,11 +174,12 @@ class Screen:
 
     def show(self, data: bytes) -> None:
         """Workers' lines. In a hurry what a reader does not take is left to the files."""
-        if not (self.hurried and self.full):
-            self.put(data)
+        self.put(data, skipped=self.hurried and self.full)
 
-    def put(self, data: bytes) -> None:
-        if self.closed or self.descriptor < 0:
+    def put(self, data: bytes, *, skipped: bool = False) -> None:
+        if self.copy is not None:
+            self.copy.write(data)
+        if self.closed or self.descriptor < 0 or skipped:
             return
         self._waiting.append(data)
         self._waiting_bytes += len(data)
@@ -211,6 +213,8 @@ class Screen:
         if self._own and self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
+        if self.copy is not None:
+            self.copy.close()
 
 
 def _open_screen(descriptor: int) -> tuple[int, int, bool]:

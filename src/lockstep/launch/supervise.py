@@ -19,7 +19,7 @@ from lockstep.launch import banner, failure, link, processes, stacks, watchdog
 from lockstep.launch.beats import Beat
 from lockstep.launch.children import Proc
 from lockstep.launch.failure import End
-from lockstep.launch.output import Output
+from lockstep.launch.output import LogFile, Output
 from lockstep.launch.records import Records
 from lockstep.launch.team import STOPS, Team, prefix_of
 from lockstep.runtime import env, scrub
@@ -38,9 +38,10 @@ READER_SECONDS = 1.0  # how long a run that was stopped waits for a reader that 
 class Watch:
     """How to show and judge workers."""
 
-    prefix: Literal["bracket", "colon"] = "bracket"
+    prefix: Literal["bracket", "colon", "none"] = "bracket"
     show: Literal["all", "first"] = "first"
     log_folder: Path | None = None  # gpu_<id>.log per worker, and the documented words about each process
+    transcript: Path | None = None  # gets all that is shown
     hang_seconds: float = 600.0
     slow_factor: float = 1.2
     grace_seconds: float = 10.0
@@ -89,6 +90,8 @@ class _Supervisor:
         self._kills_before = processes.memory_kills()
         # never one that was inherited: whoever carries that is not ours
         self.team = Team(slots, work=work, run_id=secrets.token_hex(8))
+        if watch.transcript is not None:
+            self.team.screen.copy = LogFile(watch.transcript, self.tell)
 
     def tell(self, line: str) -> None:
         """One line of the launcher's own, after what workers have printed so far. It waits for no reader."""

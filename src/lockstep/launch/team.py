@@ -298,6 +298,6 @@ def _stdout_descriptor() -> int:
 
 def prefix_of(tag: str, style: str) -> bytes:
     """What stands before every line of a worker."""
-    if not tag:
+    if not tag or style == "none":
         return b""
     return f"{tag}:".encode() if style == "colon" else f"[{tag}] ".encode()

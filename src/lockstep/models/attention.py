@@ -25,6 +25,7 @@ KERNELS = {
 MASKING = ("flex", "native_math")  # the kernels of a GPU that keep documents apart
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLEX_BLOCK = 128
+FLEX_HEAD = 16  # the narrowest head that flex attention compiles for
 FLEX_KERNEL: Any = {"BACKEND": "TRITON"}  # not the decoding kernel, which rows under 128 tokens would get and fail in
 
 
@@ -37,16 +38,22 @@ def resolve(  # noqa: PLR0913 - all that decides which kernels can run, by name
     deterministic: bool,
     head_dim: int = 64,
     documents_apart: bool = False,
+    windowed: bool = False,
 ) -> tuple[str, str]:
-    """(kernel that runs, one line that says so). A kernel named by the user runs or is refused."""
-    if backend == "auto" and documents_apart and device_type == "cuda":
-        return _choose_apart(use_flash, dtype_name, head_dim)
+    """(kernel that runs, one line that says so). A kernel named by the user runs or is refused.
+
+    `windowed`: some layers see only their neighbourhood, which is a mask like that of documents kept apart.
+    """
+    masked = "documents are masked" if documents_apart else "layers see a window" if windowed else ""
+    if backend == "auto" and masked and device_type == "cuda":
+        return _choose_masking(use_flash, dtype_name, head_dim, masked)
     if backend == "auto":
         return _choose(use_flash, device_type, dtype_name, deterministic, head_dim)
     if not use_flash and backend != "native_math":
         raise _refusal(backend, "model.use_flash_attention is false and this is a flash kernel")
-    if documents_apart and device_type == "cuda" and backend not in MASKING:
-        raise _refusal(backend, f"data.documents is masked, and on a GPU only {' and '.join(MASKING)} can do that")
+    if masked and device_type == "cuda" and backend not in MASKING:
+        what = "data.documents is masked" if documents_apart else "some layers see only a window"
+        raise _refusal(backend, f"{what}, and on a GPU only {' and '.join(MASKING)} can do that")
     if backend == "flash_attn":
         return _resolve_flash_attn(device_type, dtype_name, head_dim)
     if reason := obstacle(backend, device_type, dtype_name, head_dim):
@@ -72,12 +79,12 @@ def _choose(use_flash: bool, device_type: str, dtype_name: str, deterministic: b
     return "native_math", f"attention: native_math (auto{''.join(skipped)})"
 
 
-def _choose_apart(use_flash: bool, dtype_name: str, head_dim: int) -> tuple[str, str]:
-    """On a GPU, for documents that must not see each other."""
+def _choose_masking(use_flash: bool, dtype_name: str, head_dim: int, masked: str) -> tuple[str, str]:
+    """On a GPU, where not every token may see every other."""
     reason = obstacle("flex", "cuda", dtype_name, head_dim) if use_flash else "model.use_flash_attention is false"
     if reason:
-        return "native_math", f"attention: native_math (auto; documents are masked; not flex: {reason})"
-    return "flex", "attention: flex (auto; documents are masked; same bits in every run)"
+        return "native_math", f"attention: native_math (auto; {masked}; not flex: {reason})"
+    return "flex", f"attention: flex (auto; {masked}; same bits in every run)"
 
 
 def _resolve_flash_attn(device_type: str, dtype_name: str, head_dim: int) -> tuple[str, str]:
@@ -100,10 +107,14 @@ def obstacle(backend: str, device_type: str, dtype_name: str, head_dim: int) -> 
         return no_backward if backend == "flex" else "it needs a CUDA GPU"
     if backend == "flex" and dtype_name == "fp64":
         return "it computes in fp32 at most"
+    if backend == "flex" and head_dim < FLEX_HEAD:
+        return f"heads of {head_dim} numbers are below its {FLEX_HEAD}"
     if backend == "flex":
         return "" if has_package("triton") else "flex attention needs the triton package"
     if dtype_name not in HALF:
         return f"it computes in bf16 and fp16, not in {dtype_name}"
+    if head_dim % 8:
+        return f"heads of {head_dim} numbers are no multiple of 8"
     return probe(backend, dtype_name, head_dim)
 
 
@@ -181,19 +192,44 @@ def causal_block_mask(length: int, device: torch.device) -> Any:
     return create_block_mask(causal, None, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)
 
 
-def document_mask(documents_BL: Tensor, *, backend: str) -> Any:
-    """For `attend`: a token sees those before it that are of its own document. Made once for all blocks.
+@functools.lru_cache(maxsize=8)
+def window_mask(length: int, device: torch.device, *, backend: str, window: int) -> Any:
+    """For `attend`: all tokens in both directions, or those at most `window` away. None: no mask is needed."""
+    window = window if window < length - 1 else 0
+    if backend != "flex":
+        return (_near(torch.arange(length, device=device), window)[None, None]) if window else None
+
+    def near(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query - key).abs() <= (window or length)
+
+    return create_block_mask(near, None, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)
+
+
+def _near(places_L: Tensor, window: int) -> Tensor:
+    return (places_L[:, None] - places_L).abs() <= window
+
+
+def document_mask(documents_BL: Tensor, *, backend: str, causal: bool = True, window: int = 0) -> Any:
+    """For `attend`: a token sees only its own document; of that, if causal, what is before it, and with a `window`
+    what is at most so far away. Made once for all blocks.
 
     (B, 1, L, L) booleans are a byte for each pair of tokens; flex attention needs only to know which of its blocks to
     visit, and skips those between two documents.
     """
     rows, length = documents_BL.shape
+    device = documents_BL.device
     if backend != "flex":
-        past_LL = torch.ones(length, length, dtype=torch.bool, device=documents_BL.device).tril()
-        return (documents_BL[:, None, :, None] == documents_BL[:, None, None, :]) & past_LL
+        same_B1LL = documents_BL[:, None, :, None] == documents_BL[:, None, None, :]
+        if causal:
+            same_B1LL &= torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        if window:
+            same_B1LL &= _near(torch.arange(length, device=device), window)
+        return same_B1LL
 
     def same_document(row: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents_BL[row, query] == documents_BL[row, key])
+        seen = documents_BL[row, query] == documents_BL[row, key]
+        if causal:
+            seen = seen & (query >= key)
+        return seen & ((query - key).abs() <= window) if window else seen
 
-    device = documents_BL.device
     return create_block_mask(same_document, rows, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.models import attention, hf, initialise
+from lockstep.models import attention, hf, initialise, microbert
+from lockstep.models.encoder import Encoder
 from lockstep.models.llama import Llama
-from lockstep.models.options import LlamaOptions
-from lockstep.models.shapes import LlamaShape
+from lockstep.models.options import LlamaOptions, ModelOptions
+from lockstep.models.shapes import DOCUMENTED_WEIGHTS, AnyShape, EncoderShape, LlamaShape, full_name
 from lockstep.runtime import hub
+
+Model = Llama | Encoder
+VARIANTS = 32
 
 
 @dataclass(frozen=True)
 class Built:
     """A model ready to train, and what its user should hear about it."""
 
-    model: Llama
+    model: Model
     notices: tuple[str, ...]
     attention: str
     compiled: bool
 
 
 def build(  # noqa: PLR0913 - everything a model depends on, by name
-    options: LlamaOptions,
-    shape: LlamaShape,
+    options: ModelOptions,
+    shape: AnyShape,
     *,
     device: torch.device,
     dtype_name: str,
@@ -51,38 +56,62 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         deterministic=deterministic,
         head_dim=shape.head_dim,
         documents_apart=documents_apart,
+        windowed=isinstance(shape, EncoderShape) and any(shape.window(layer) for layer in range(shape.num_layers)),
     )
     with torch.device("meta"):
-        model = Llama(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)
+        model = lay_out(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)
     if dtype_name == "fp64":
         model.double()
     compiled = options.compile == "on" or (options.compile == "auto" and device.type == "cuda" and not debug)
-    for block in model.layers if compiled else ():  # equal blocks compile once, and the loop over them stays Python
-        if shard is None:
-            block.compile(fullgraph=True)
-        else:  # the forward alone: what gathers the shards around it cannot be compiled
-            block.forward = torch.compile(block.forward, fullgraph=True)
+    if compiled:
+        compile_blocks(model, sharded=shard is not None)
     if shard is not None:
         shard(model)
     model.to_empty(device=device)
     model.rebuild_buffers()
     weights_notice = _fill(model, options, seed=seed, token=token)
-    return Built(model, (weights_notice, attention_notice), kernel, compiled)
+    return Built(model, (*shape.notices(), weights_notice, attention_notice), kernel, compiled)
 
 
-def _fill(model: Llama, options: LlamaOptions, *, seed: int, token: str | None) -> str:
+def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
+    """In place. Equal blocks compile once, and the loop over them stays Python.
+
+    Blocks of one class may differ by norm and window, each trained and evaluated, with and without documents apart:
+    more variants of one function than the compiler allows by itself, and it fails where it should give up.
+    """
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
+    for block in model.layers:
+        if not sharded:
+            block.compile(fullgraph=True, **how)
+        else:  # the forward alone: what gathers the shards around it cannot be compiled
+            block.forward = torch.compile(block.forward, fullgraph=True, **how)
+
+
+def lay_out(shape: AnyShape, *, attention: str, dropout: float = 0.0, checkpointing: bool = False) -> Model:
+    """The model of a shape, its weights not filled yet."""
+    if isinstance(shape, LlamaShape):
+        return Llama(shape, attention=attention, dropout=dropout, checkpointing=checkpointing)
+    return Encoder(shape, attention=attention, dropout=dropout, checkpointing=checkpointing)
+
+
+def _fill(model: Model, options: ModelOptions, *, seed: int, token: str | None) -> str:
     if options.init == "random":
         initialise.initialise(
             model,
             seed=seed,
             std=options.init_std,
             head_std=options.head_init_std,
-            depth_scaled=options.depth_scaled_init,
+            depth_scaled=isinstance(options, LlamaOptions) and options.depth_scaled_init,
         )
         return f"weights: random, seed {seed}, standard deviation {options.init_std:g}"
-    folder = hub.weights_folder(options.model_path, token=token)
-    truncated = options.init == "pretrained-truncated"
-    hf.import_weights(model, folder, truncated=truncated)
+    folder = hub.weights_folder(full_name(options.model_path), token=token)
+    truncated, documented = options.init == "pretrained-truncated", folder / DOCUMENTED_WEIGHTS
+    if isinstance(model, Encoder) and documented.is_file() and not (folder / hub.CONFIG_FILE).is_file():
+        microbert.load_seed(model, microbert.read(documented), where=str(documented), truncated=truncated)
+    else:
+        hf.import_weights(model, folder, truncated=truncated)
     if truncated:
         kept = model.shape.num_layers
         return f"weights: pretrained-truncated, the first {kept} layers of {folder}: not a language model any more"

@@ -1,14 +1,14 @@
-"""LLaMA weights in Hugging Face form: safetensors files and config.json, read and written."""
+"""Weights in Hugging Face form: safetensors files and config.json, read and written."""
 
 from __future__ import annotations
 
 import json
-import re
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,68 +17,54 @@ from torch import Tensor
 
 from lockstep import rundir
 from lockstep.errors import DataError, NotFoundError, OutputError
-from lockstep.models.llama import Llama
-from lockstep.models.shapes import LlamaShape
+from lockstep.models.hf_names import TABLES, is_unused, layer_of, their_names, tied_name, usual_name
+from lockstep.models.shapes import AnyShape, EncoderShape
 from lockstep.runtime.hub import CONFIG_FILE, read_json
 from lockstep.runtime.parallel import local, offset
+
+if TYPE_CHECKING:
+    from lockstep.models.build import Model
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {
-    "tok_embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "mlp.w1": "mlp.gate_proj",
-    "mlp.w2": "mlp.down_proj",
-    "mlp.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-def hf_name(name: str) -> str:
-    """Their name of our parameter: layers.0.attention.wq.weight -> model.layers.0.self_attn.q_proj.weight."""
-    stem = name.removesuffix(".weight")
-    if stem.startswith("layers."):
-        _, layer, inner = stem.split(".", 2)
-        return f"model.layers.{layer}.{NAMES[inner]}.weight"
-    return f"{NAMES[stem]}.weight"
+MARKS = ("pad_token", "cls_token", "sep_token", "unk_token", "mask_token")
+NOT_OF_TRANSFORMERS = "transformers has no class for the architecture prenorm: lockstep alone reads this folder"
 
 
 # --------------------------------------------------------------------------------------------- import
 
 
 @torch.no_grad()
-def import_weights(model: Llama, folder: Path, *, truncated: bool) -> None:
+def import_weights(model: Model, folder: Path, *, truncated: bool) -> None:
     """Fill the model from a folder. `truncated`: layers the model does not have are left unread, nothing else is."""
-    files = _weight_map(folder)
-    wanted = {hf_name(name): parameter for name, parameter in model.named_parameters()}
-    _check_names(set(files), set(wanted), model.shape, truncated=truncated, where=folder)
+    shape, files = model.shape, _weight_map(folder)
+    stored = {usual_name(shape, name): name for name in files}
+    wanted = {name: their_names(shape, name) for name, _ in model.named_parameters()}
+    _check_names(set(stored), {name for names in wanted.values() for name in names}, shape, truncated, where=folder)
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
 
-        def read(name: str, parameter: Tensor) -> Tensor:
-            file = files[name]
-            if file not in opened:
-                opened[file] = stack.enter_context(_open(folder / file))
-            return _read(opened[file], name, parameter, where=folder / file)
+        def read(names: tuple[str, ...], parameter: Tensor) -> Tensor:
+            parts: list[Tensor] = []
+            for place, name in enumerate(stored[name] for name in names):
+                file = files[name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(_open(folder / file))
+                parts.append(_read(opened[file], name, parameter, (place, len(names)), where=folder / file))
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-        for name, parameter in wanted.items():
-            local(parameter).copy_(read(name, parameter))
-        if model.shape.tied and "lm_head.weight" in files:
-            embedding = wanted["model.embed_tokens.weight"]
-            if not torch.equal(read("lm_head.weight", embedding).to(local(embedding)), local(embedding)):
-                raise DataError(
-                    "lm_head.weight differs from the embedding, but the model is tied",
-                    where=str(folder),
-                    hint="model.tie_word_embeddings false",
-                )
+        for name, parameter in model.named_parameters():
+            local(parameter).copy_(read(wanted[name], parameter))
+        embedding, tied = model.tok_embed.weight, tied_name(shape)
+        if tied in stored and not torch.equal(read((tied,), embedding).to(local(embedding)), local(embedding)):
+            raise DataError(
+                f"{tied} differs from the embedding, but the model is tied",
+                where=str(folder),
+                hint="model.tie_word_embeddings false" if shape.model_type == "llama" else "",
+            )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -98,16 +84,17 @@ def _weight_map(folder: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), WEIGHTS_FILE)
 
 
-def _check_names(found: set[str], wanted: set[str], shape: LlamaShape, *, truncated: bool, where: Path) -> None:
+def _check_names(found: set[str], wanted: set[str], shape: AnyShape, truncated: bool, *, where: Path) -> None:
     def foreseen(name: str) -> bool:
-        layer = LAYER.match(name)
-        beyond = truncated and layer is not None and int(layer[1]) >= shape.num_layers
-        return beyond or name.endswith("rotary_emb.inv_freq") or (shape.tied and name == "lm_head.weight")
+        layer = layer_of(shape, name)
+        beyond = truncated and layer is not None and layer >= shape.num_layers
+        return beyond or is_unused(shape, name) or name == tied_name(shape)
 
     if missing := sorted(wanted - found):
         raise DataError(f"{len(missing)} tensors are missing: {_few(missing)}", where=str(where))
     if extra := sorted(name for name in found - wanted if not foreseen(name)):
-        hint = "model.init pretrained-truncated keeps the first layers only" if LAYER.match(extra[0]) else ""
+        deeper = layer_of(shape, extra[0]) is not None
+        hint = "model.init pretrained-truncated keeps the first layers only" if deeper else ""
         raise DataError(f"{len(extra)} tensors have no place: {_few(extra)}", where=str(where), hint=hint)
 
 
@@ -125,14 +112,17 @@ def _open(path: Path) -> Any:
         raise DataError(f"not a safetensors file: {error}", where=str(path)) from None
 
 
-def _read(file: Any, name: str, parameter: Tensor, *, where: Path) -> Tensor:
-    """The tensor of that name, or only the rows of it that this rank holds."""
+def _read(file: Any, name: str, parameter: Tensor, part: tuple[int, int], *, where: Path) -> Tensor:
+    """The tensor of that name, or only the rows of it that this rank holds; it is part i of n of the parameter."""
+    place, parts = part
+    each = parameter.shape[0] // parts
     try:
         stored = file.get_slice(name)
-        if (shape := tuple(stored.get_shape())) != tuple(parameter.shape):
-            raise DataError(f"{name} is {shape}, the model needs {tuple(parameter.shape)}", where=str(where.parent))
-        rows, start = local(parameter).shape[0], offset(parameter)[0]
-        tensor = stored[start : start + rows] if rows else stored[:1][:0]
+        if (shape := tuple(stored.get_shape())) != (needed := (each, *parameter.shape[1:])):
+            raise DataError(f"{name} is {shape}, the model needs {needed}", where=str(where.parent))
+        first = offset(parameter)[0] - place * each
+        start, end = max(0, first), min(each, first + local(parameter).shape[0])
+        tensor = stored[start:end] if start < end else stored[:1][:0]
     except SafetensorError as error:
         raise DataError(f"{name}: {error}", where=str(where)) from None
     if tensor.dtype not in DTYPES.values():
@@ -144,8 +134,8 @@ def _read(file: Any, name: str, parameter: Tensor, *, where: Path) -> Tensor:
 
 
 def export(
-    model: Llama,
-    shape: LlamaShape,
+    model: Model,
+    shape: AnyShape,
     folder: Path,
     *,
     dtype: str,
@@ -153,12 +143,18 @@ def export(
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Write a folder that `transformers` loads as it is; all of it or nothing."""
+    config = shape.to_hf(dtype_name=dtype)
+    if shape.model_type not in TABLES:
+        config["note"] = NOT_OF_TRANSFORMERS
+        logger.warning(NOT_OF_TRANSFORMERS)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputError("exists and is not empty", where=str(folder), hint="another folder")
         with rundir.publishing(folder) as new:
-            rundir.write_json(new / CONFIG_FILE, shape.to_hf(dtype_name=dtype))
-            rundir.write_json(new / "generation_config.json", _generation_config(shape))
+            rundir.write_json(new / CONFIG_FILE, config)
+            if shape.model_type == "llama":
+                generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+                rundir.write_json(new / "generation_config.json", generation)
             if tokenizer_file is not None:
                 shutil.copyfile(tokenizer_file, new / "tokenizer.json")
                 rundir.write_json(new / "tokenizer_config.json", _tokenizer_config(tokenizer_file, shape))
@@ -169,8 +165,11 @@ def export(
         raise rundir.io_error(OSError(str(error)), folder, doing="exporting the model") from error
 
 
-def _write_weights(model: Llama, folder: Path, *, dtype: torch.dtype, max_shard_bytes: int) -> None:
-    tensors = {hf_name(name): parameter for name, parameter in model.named_parameters()}
+def _write_weights(model: Model, folder: Path, *, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        theirs = their_names(model.shape, name)
+        tensors |= zip(theirs, parameter.chunk(len(theirs)), strict=True)
     shards = list(_shards(tensors, dtype.itemsize, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -197,13 +196,8 @@ def _shards(tensors: Mapping[str, Tensor], item_bytes: int, limit: int) -> Itera
     yield names
 
 
-def _generation_config(shape: LlamaShape) -> dict[str, Any]:
-    full = shape.to_hf()
-    return {name: full[name] for name in ("bos_token_id", "eos_token_id")}
-
-
-def _tokenizer_config(tokenizer_file: Path, shape: LlamaShape) -> dict[str, Any]:
-    """Special tokens by name, so that generation knows where to stop."""
+def _tokenizer_config(tokenizer_file: Path, shape: AnyShape) -> dict[str, Any]:
+    """Special tokens by name, so that generation knows where to stop; an encoder's as the file beside it has them."""
     added: Iterable[Any] = json.loads(tokenizer_file.read_text(encoding="utf-8")).get("added_tokens", ())
     words = {token["id"]: token["content"] for token in added}
     config: dict[str, Any] = {
@@ -211,6 +205,10 @@ def _tokenizer_config(tokenizer_file: Path, shape: LlamaShape) -> dict[str, Any]
         "model_max_length": shape.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
     }
+    if isinstance(shape, EncoderShape):
+        beside = tokenizer_file.with_name("tokenizer_config.json")
+        named = read_json(beside) if beside.is_file() else {}
+        return config | {key: named[key] for key in MARKS if key in named}
     if shape.bos in words:
         config["bos_token"] = words[shape.bos]
     if shape.eos and shape.eos[0] in words:

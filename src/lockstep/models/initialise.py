@@ -77,9 +77,10 @@ def _sum_of_bytes(z: Tensor, t: Tensor) -> Tensor:
 def initialise(
     model: nn.Module, *, seed: int, std: float, head_std: float | None = None, depth_scaled: bool = False
 ) -> None:
-    """All parameters of a model: norms 1, matrices random; optionally quieter residual projections and another head.
+    """All parameters of a model: norms 1, biases 0, matrices random.
 
-    Of a model in shards each rank fills its own: together they have the bits of the whole.
+    Optionally quieter residual projections and another head. Of a model in shards each rank fills its own: together
+    they have the bits of the whole.
     """
     parameters = dict(model.named_parameters())
     residual_branches = sum(name.endswith(RESIDUAL) for name in parameters)
@@ -90,6 +91,6 @@ def initialise(
         elif depth_scaled and name.endswith(RESIDUAL):
             spread = std / math.sqrt(residual_branches)
         if parameter.dim() == 1:
-            local(parameter).fill_(1.0)
+            local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             fill(local(parameter), seed=seed, name=name, std=spread, offset=flat_offset(parameter))

@@ -18,13 +18,18 @@ from lockstep.models.shapes import LlamaShape
 
 def rope_frequencies(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> Tensor:
     """Angle per position of each pair, (R,), with the llama3 scaling; in fp32 bit-equal to transformers' inv_freq."""
-    exponents_R = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / shape.head_dim
-    frequency_R = 1.0 / (shape.rope_theta**exponents_R)
+    frequency_R = plain_frequencies(shape.head_dim, shape.rope_theta, dtype)
     if (scaling := shape.rope_scaling) is None:
         return frequency_R
     wavelength_R = 2 * math.pi / frequency_R
     kept_R = ((scaling.original / wavelength_R - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return (1 - kept_R) * frequency_R / scaling.factor + kept_R * frequency_R
+
+
+def plain_frequencies(head_dim: int, theta: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same without any scaling."""
+    exponents_R = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / head_dim
+    return 1.0 / (theta**exponents_R)
 
 
 def rope_tables(frequency_R: Tensor, length: int) -> tuple[Tensor, Tensor]:

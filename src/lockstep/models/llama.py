@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.errors import DataError
 from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy, score_next_tokens
 from lockstep.models.attention import causal_block_mask, document_mask
+from lockstep.models.embedding import as_residual, check_ids, table
 from lockstep.models.layers import Block, RMSNorm, rope_frequencies, rope_tables
 from lockstep.models.shapes import LlamaShape, chunk_tokens
 
@@ -33,8 +33,7 @@ class Llama(nn.Module):
         self.attention = attention
         self.checkpointing = checkpointing
         self.dropout = dropout
-        room = torch.empty(shape.vocab_size, shape.hidden_size)  # filled later: torch's own way loads dynamo, a second
-        self.tok_embed = nn.Embedding(shape.vocab_size, shape.hidden_size, _weight=room)
+        self.tok_embed = table(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, backend=attention, dropout=dropout) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.output = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
@@ -79,10 +78,7 @@ class Llama(nn.Module):
     def _hidden(self, inputs_BL: Tensor, documents_BL: Tensor | None) -> Tensor:
         length = inputs_BL.shape[1]
         assert length <= self.shape.max_position_embeddings, "rows longer than the model's positions"
-        x_BLD = self.tok_embed(inputs_BL)
-        kind = x_BLD.device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
-            x_BLD = x_BLD.to(torch.bfloat16)  # has fp32's range, so the residual stream may live in it; fp16 has not
+        x_BLD = as_residual(self.tok_embed(inputs_BL))
         cos_L1R, sin_L1R = rope_tables(self.rope_frequency, length)
         wants_grad = torch.is_grad_enabled()
         mask = None  # causal, which every kernel knows by itself, flex apart
@@ -101,18 +97,5 @@ class Llama(nn.Module):
         return self.norm(x_BLD)
 
     def _check_ids(self, inputs_BL: Tensor, targets_BL: Tensor | None) -> None:
-        """After a failure: was it an id outside the vocabulary?
-
-        On a GPU such an id is a device assert, after which nothing can be asked any more. A run does not get there:
-        before any training the tokenizer's highest id is compared with the vocabulary (engine/choices.py).
-        """
-        if inputs_BL.device.type != "cpu":
-            return
-        ids = [inputs_BL] if targets_BL is None else [inputs_BL, targets_BL[targets_BL != IGNORE]]
-        for each in ids:
-            outside = each[(each < 0) | (each >= self.shape.vocab_size)]
-            if outside.numel():
-                raise DataError(
-                    f"token id {int(outside.flatten()[0])} is outside the vocabulary of {self.shape.vocab_size}",
-                    hint="a larger model.vocab_size, or the tokenizer this data was made with",
-                )
+        targets = () if targets_BL is None else (targets_BL[targets_BL != IGNORE],)
+        check_ids(self.shape.vocab_size, inputs_BL, *targets)

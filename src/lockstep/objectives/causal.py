@@ -38,7 +38,7 @@ GREEDY_BELOW = 1e-6  # a temperature at which the likeliest token leaves the oth
 
 def build(options: CausalOptions, *, documents: str = "separated") -> Causal:
     """The objective `causal`; `documents` is `data.documents`."""
-    assert options.name
+    options.check(documents)
     return Causal(documents=documents)
 
 
@@ -126,10 +126,10 @@ class Causal:
         was_training = model.training
         model.eval()
         try:
-            with _eager(model):
+            with eager(model):
                 while len(tokens) < len(prompt) + options.tokens:
                     logits_BLV = model(torch.tensor([tokens[-window:]], device=device))
-                    tokens.append(_draw(logits_BLV[0, -1].float().cpu(), options, generator))
+                    tokens.append(draw(logits_BLV[0, -1].float().cpu(), options, generator))
                     if tokens[-1] in options.stop:
                         break
         finally:
@@ -157,7 +157,7 @@ def _shape(model: nn.Module) -> Any:
     return model.shape
 
 
-def _eager(model: nn.Module) -> AbstractContextManager[Any]:
+def eager(model: nn.Module) -> AbstractContextManager[Any]:
     """Compiled blocks would be compiled anew for each length; and only then is the compiler worth importing."""
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
@@ -170,7 +170,7 @@ def _cut(stream: Array, context_length: int) -> Array:
     return windows[: count * context_length : context_length].copy()
 
 
-def _draw(logits_V: Tensor, options: SampleOptions, generator: torch.Generator) -> int:
+def draw(logits_V: Tensor, options: SampleOptions, generator: torch.Generator) -> int:
     """One token: the likeliest at temperature 0, else from the top k."""
     if options.temperature < GREEDY_BELOW:
         return int(logits_V.argmax())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from lockstep.config.section import Section, setting
+from lockstep.errors import ConfigError
 
 NAME = "A file of objectives/, or pkg.module:Class for your own."
 
@@ -21,9 +22,18 @@ class ObjectiveOptions(Section, frozen=True):
         """What a cached row holds under `data.documents`: known before torch is loaded."""
         raise NotImplementedError(documents)
 
+    def check(self, documents: str) -> None:
+        """Refuse what does not fit together: known before torch is loaded."""
+
 
 class CausalOptions(ObjectiveOptions, frozen=True):
     """Next-token prediction."""
+
+    def check(self, documents: str) -> None:
+        if documents == "padded" and self.name == "causal":
+            raise ConfigError(
+                "next-token prediction has no padded rows", where="data.documents", hint="data.documents=masked"
+            )
 
     @staticmethod
     def columns_of(documents: str) -> Mapping[str, str]:
@@ -42,6 +52,15 @@ class MlmOptions(ObjectiveOptions, frozen=True):
     masked_share: float = setting(0.8, "Of the chosen tokens, how many become [MASK].", ge=0, le=1)
     random_share: float = setting(0.1, "Of the chosen tokens, how many become a random token.", ge=0, le=1)
     whole_words: bool = setting(False, "Choose whole words: all tokens of a word, or none.")
+
+    def check(self, documents: str) -> None:
+        assert documents
+        if self.masked_share + self.random_share > 1 + 1e-9:
+            raise ConfigError(
+                f"masked_share {self.masked_share:g} and random_share {self.random_share:g} are more than all",
+                where="objective.random_share",
+                hint=f"at most {1 - self.masked_share:g}",
+            )
 
     @staticmethod
     def columns_of(documents: str) -> Mapping[str, str]:

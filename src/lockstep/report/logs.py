@@ -16,6 +16,7 @@ from lockstep.errors import OutputError
 from lockstep.runtime import env
 from lockstep.runtime.scrub import scrubber
 
+Prefix = Literal["bracket", "colon", "none"]
 ROOT = logging.getLogger("lockstep")
 COLUMNS = 80  # what banner and summary are laid out for, prefix included
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
@@ -87,12 +88,11 @@ class PrefixFormatter(logging.Formatter):
     Under our launcher, which puts `[GPU0] ` or `GPU0:` before every line of a worker, only the rest is written.
     """
 
-    def __init__(
-        self, tag: str, *, prefix: Literal["bracket", "colon"], scrub: Callable[[str], str], launched: bool = False
-    ) -> None:
+    def __init__(self, tag: str, *, prefix: Prefix, scrub: Callable[[str], str], launched: bool = False) -> None:
         super().__init__()
         self._scrub = scrub
         self._colon = prefix == "colon"
+        tag = "" if prefix == "none" else tag
         spaced = re.sub(r"(?<=\D)(?=\d)", " ", tag)
         first = "" if launched else tag
         if self._colon:
@@ -178,6 +178,7 @@ class ConsoleHandler(_Handler):
         self.setFormatter(formatter)
         self.stream = stream
         self.printer: Callable[[str, str], None] | None = None  # (text, style)
+        self.labels = formatter.columns > 0  # whether a label stands before the lines
         self.width = COLUMNS - formatter.columns
         self._colour = is_terminal(stream) and not env.get("NO_COLOR")
         self._broken = False
@@ -213,7 +214,7 @@ class ConsoleHandler(_Handler):
 def setup_logging(
     *,
     tag: str = "",
-    prefix: Literal["bracket", "colon"] = "bracket",
+    prefix: Prefix = "bracket",
     level: str = "INFO",
     log_files: Sequence[Path] = (),
     stream: IO[str] | None = None,

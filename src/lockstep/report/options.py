@@ -13,8 +13,8 @@ class ReportOptions(Section, frozen=True):
     """What the user sees."""
 
     log_interval: int = setting(1, "Steps between step lines.", unit="steps", role="cosmetic", ge=1, le=1 << 40)
-    log_prefix: Literal["bracket", "colon"] = setting(
-        "bracket", "bracket: `[GPU0] Step ...`; colon: `GPU0:INFO | [GPU 0] Step ...`.", role="cosmetic"
+    log_prefix: Literal["bracket", "colon", "none"] = setting(
+        "bracket", "bracket: `[GPU0] Step ...`; colon: `GPU0:INFO | [GPU 0] Step ...`; none: bare.", role="cosmetic"
     )
     log_all_ranks: bool = setting(False, "Show the lines of every worker, not only of the first.", role="cosmetic")
     log_file: str | None = setting(None, "Also write the log here.", role="cosmetic", max_length=4000)

@@ -14,6 +14,8 @@ from lockstep.rundir import RunDir
 from lockstep.runtime import gpu_facts, owner
 
 TAIL_BYTES = 1 << 17
+HEAD_BYTES = 1 << 14
+COUNTED = ("start", "epoch", "estimate")  # events that say how many steps there are
 RATE_STEPS = 20  # tokens a second and the time left are means over so many steps
 FRESH_SECONDS = 30.0  # a GPU's facts older than that are not shown
 STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
@@ -60,7 +62,7 @@ def read(root: Path) -> State:
     events = tail_events(run.events)
     steps = [event for event in events if event["kind"] == "step"]
     life, code = _judge(run, events, who)
-    done, total = _finished(events), _max_steps(run)
+    done, total = _finished(events), _max_steps(run, events)
     rate, eta = _pace(steps[-RATE_STEPS:], (total or 0) - (done or 0))
     loss = steps[-1].get("loss") if steps else None
     running = life in ("running", "elsewhere")
@@ -96,6 +98,17 @@ def tail_events(path: Path) -> list[dict[str, Any]]:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 :]
+    except OSError:
+        return []
+    found = (_json(line) for line in lines)
+    return [event for event in found if isinstance(event.get("kind"), str)]
+
+
+def _first_events(path: Path) -> list[dict[str, Any]]:
+    """The events of the beginning."""
+    try:
+        with path.open("rb") as file:
+            lines = file.read(HEAD_BYTES).split(b"\n")[:-1]
     except OSError:
         return []
     found = (_json(line) for line in lines)
@@ -156,7 +169,11 @@ def _worker(folder: Path, *, running: bool) -> Worker:
     )
 
 
-def _max_steps(run: RunDir) -> int | None:
+def _max_steps(run: RunDir, events: Sequence[dict[str, Any]]) -> int | None:
+    """Steps of the run: what it said last, since in epochs they are counted once the rows are known."""
+    counted = (event.get("max_steps") for event in [*_first_events(run.events), *events] if event["kind"] in COUNTED)
+    if known := [total for total in counted if isinstance(total, int)]:
+        return known[-1]
     try:
         return int(_read_json(run.config)["config"]["training"]["max_steps"])
     except (KeyError, TypeError, ValueError):

@@ -43,6 +43,8 @@ class Sampler:
     def __init__(self, gpu: int | str | None, file: Path | None = None, *, period: float = PERIOD_SECONDS) -> None:
         self._gpu, self._file, self._period = gpu, file, period
         self._answer: tuple[float, Facts] | None = None  # replaced as a whole: readers need no lock
+        self._busy = (0, 0)  # percent summed up, answers; replaced as a whole too
+        self._most_bytes = 0
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if gpu is not None:
@@ -55,6 +57,15 @@ class Sampler:
         if answer is None or time.monotonic() - answer[0] > STALE_PERIODS * self._period:
             return None
         return answer[1]
+
+    def mean_utilisation(self) -> float | None:
+        """Percent, over all answers so far; None where there is none."""
+        total, answers = self._busy
+        return total / answers if answers else None
+
+    def peak_memory_bytes(self) -> int:
+        """The most that was in use on the card whenever it was asked; 0 where nobody said."""
+        return self._most_bytes
 
     def close(self) -> None:
         """Stop asking. A thread that the driver holds up is left behind."""
@@ -71,8 +82,14 @@ class Sampler:
                 failures = 0 if facts else failures + 1
                 if facts:
                     self._answer = (time.monotonic(), facts)
+                    self._add_up(facts)
                     self._write(facts)
                 self._closed.wait(self._period)
+
+    def _add_up(self, facts: Facts) -> None:
+        if facts.gpu_utilisation is not None:
+            self._busy = (self._busy[0] + facts.gpu_utilisation, self._busy[1] + 1)
+        self._most_bytes = max(self._most_bytes, facts.gpu_memory_used_bytes or 0)
 
     def _write(self, facts: Facts) -> None:
         if self._file is None:

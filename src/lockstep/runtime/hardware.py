@@ -44,6 +44,12 @@ def pick_device(asked: str, device_id: int) -> torch.device:
     return device
 
 
+def own_index(place: env.Env, asked: int) -> int:
+    """Among the visible devices: the one asked for, or this worker's own."""
+    shared = place.world > 1 and torch.cuda.is_available()
+    return env.device_index(place, torch.cuda.device_count()) if shared else asked
+
+
 def device_name(device: torch.device) -> str:
     """The card's name, or how many cores do the work."""
     if device.type == "cuda":

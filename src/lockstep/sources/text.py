@@ -90,9 +90,12 @@ class TextSource:
 
     name = "text"
 
-    def __init__(self, pattern: str, *, column: str | None = None, memo: Path | None = None) -> None:
+    def __init__(
+        self, pattern: str, *, column: str | None = None, memo: Path | None = None, numbers: bool = False
+    ) -> None:
         self.pattern = pattern
         self.column = column
+        self.numbers = numbers  # those of the column count as text
         self.files = find_files(pattern)
         self._memo = memo
         self._kinds = [cast("formats.Kind", formats.kind_of(name)) for name, _ in self.files]
@@ -128,7 +131,11 @@ class TextSource:
         for number in range(first, len(self.files)):
             _, file = self.files[number]
             how = formats.Reading(
-                self._kinds[number], str(file), column=self.column, cut_characters=self._cut_characters
+                self._kinds[number],
+                str(file),
+                column=self.column,
+                cut_characters=self._cut_characters,
+                numbers=self.numbers,
             )
             with _reading(file), file.open("rb") as opened:
                 for after, document in formats.walk(opened, how, skipped):

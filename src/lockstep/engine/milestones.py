@@ -1,0 +1,111 @@
+"""What happens between two steps: validation, the end of an epoch, saving, the result files. All ranks take part."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from lockstep.engine import legacy, results
+from lockstep.engine.evaluate import evaluate
+from lockstep.engine.parts import Parts
+from lockstep.engine.state import capture
+
+logger = logging.getLogger(__name__)
+
+
+def validate(parts: Parts) -> None:
+    """Measure the validation batches and tell everyone; a warning if the figures are too good to be true."""
+    parts.link.enter("evaluate")
+    parts.measures = evaluate(parts.stepper, parts.validation)
+    parts.val_loss = parts.measures["loss"]
+    step = parts.progress.step
+    parts.tell("eval", step=step, **{f"val_{name}": value for name, value in parts.measures.items()})
+    suspect = getattr(parts.stepper.objective, "suspicion", None)
+    if suspect and (text := suspect(parts.measures)):
+        parts.tell("suspicion", step=step, text=text)
+        if parts.council.group.rank == 0 and parts.saves:
+            logger.warning("%s", text)
+
+
+def reopen(parts: Parts) -> None:
+    """Before the first step, also of a run that goes on: the history is that of the whole epochs so far.
+
+    An epoch that ended with the last step before an error was not closed then, and is closed now.
+    """
+    parts.epoch_began = time.perf_counter()
+    if parts.epochs is None or parts.progress.step == 0:
+        return
+    finished = parts.epochs.finished_after(parts.progress.step)
+    parts.progress.forget_after(finished)
+    if finished > len(parts.progress.train_losses):
+        validate(parts)
+        end_epoch(parts)
+
+
+def close_the_end(parts: Parts) -> None:
+    """Of a run that is over: close the epoch that its last step has ended, if an error came between."""
+    validate(parts)
+    progress = parts.progress
+    if parts.epochs is None:
+        return
+    finished, closed = parts.epochs.finished_after(progress.step), len(progress.train_losses)
+    if finished > closed or (finished == closed and progress.epoch_targets):  # one that was cut is left unsummed
+        end_epoch(parts)
+
+
+def end_epoch(parts: Parts) -> None:
+    """Close the epochs that have ended, or, at the end of the run, the one that was begun. After a validation."""
+    epochs, progress = parts.epochs, parts.progress
+    if epochs is None:
+        return
+    finished, closed = epochs.finished_after(progress.step), len(progress.train_losses)
+    whole = finished > closed
+    number = finished if whole else finished + 1
+    progress.close_epochs(number, parts.known_val_loss)
+    seconds = time.perf_counter() - parts.epoch_began
+    for epoch in range(closed, number):
+        parts.tell(
+            "epoch",
+            step=progress.step,
+            epoch=epoch + 1,
+            epochs=epochs.count,
+            train_loss=progress.train_losses[epoch],
+            val_loss=progress.val_losses[epoch],
+            seconds=seconds,
+            max_steps=epochs.steps_after(progress.step),
+            epoch_steps=epochs.epoch_steps_after(progress.step),
+        )
+    if whole:
+        progress.begin_epoch()
+
+
+def save(parts: Parts, name: str) -> None:
+    """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it."""
+    if not parts.saves:
+        return
+    parts.link.enter("save")
+    state = capture(parts.stepper, parts.progress, parts.about)
+    path = parts.checkpointer.save(parts.progress.step, state)
+    parts.tell("save", step=parts.progress.step, path=str(path))
+    if parts.config.training.checkpoint_dir:
+        epoch = parts.progress.step * parts.batch_rows // parts.rows
+        documented = Path(parts.config.training.checkpoint_dir) / f"{name}.pt"
+        config = parts.about["config"]
+        group = parts.council.group
+        legacy.write(documented, parts.stepper, state, epoch=epoch, config=config, group=group)
+        parts.tell("export", step=parts.progress.step, path=str(documented))
+
+
+def write_results(parts: Parts) -> None:
+    """The documented result files, where they are wanted. All ranks call it."""
+    if parts.saves and parts.config.report.results_dir:
+        parts.link.enter("save")
+        folder = results.write(parts)
+        parts.tell("results", step=parts.progress.step, path=str(folder), family=parts.config.family)
+    parts.epoch_began = time.perf_counter()  # the next one has not begun before
+
+
+def due(done: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps happens after `done` of them."""
+    return interval > 0 and done % interval == 0

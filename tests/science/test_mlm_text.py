@@ -1,0 +1,62 @@
+"""A real proof on real text: `mlm_small` on 6 MB of documentation learns far more than which words are frequent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.contracts import Batch
+from tests.gates.training import run
+from tests.science import documentation
+
+MEGABYTES = 6
+LEAST_GAIN = 0.20  # of accuracy, above always naming the most frequent token
+SETTINGS: dict[str, Any] = {
+    "data.dataset_name": "text",
+    "model.architecture": "modern",  # learned positions take far longer
+    "training.max_steps": 700,
+    "training.batch_size": 16,
+    "training.learning_rate": 2e-3,
+    "training.eval_interval": 0,
+    "training.save_interval": 0,
+    "report.log_interval": 100,
+    "system.threads": 2,
+}
+
+
+def most_frequent(batches: Sequence[Batch]) -> float:
+    """How often the likeliest of all tokens is right: at least what any fixed guess made beforehand would reach."""
+    targets = torch.cat([batch.tensors["targets"] for batch in batches])
+    return float(torch.bincount(targets).max()) / len(targets)
+
+
+def trained(folder: Path, **changes: Any) -> tuple[dict[str, float], float]:
+    """What the last validation says, and the share of the most frequent token in it."""
+    if documentation.write(folder / "text.jsonl", MEGABYTES) < 0.9e6 * MEGABYTES:
+        pytest.skip("too little documentation is installed here")
+    own = {"data.data_path": folder / "text.jsonl", "data.cache_dir": folder / "cache"}
+    parts, recorder = run(folder / "run", {**SETTINGS, **own, **changes}, family="mlm", preset="mlm_small")
+    assert not [kind for kind, _ in recorder.events if kind == "suspicion"]
+    return dict(parts.measures), most_frequent(parts.validation)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_masked_words_are_guessed_from_what_stands_around_them(tmp_path: Path) -> None:
+    """Ten minutes on two cores; after 3,500 steps of 32 rows on an H200 it was 0.695 against 0.060."""
+    found, frequent = trained(tmp_path)
+    assert 0.01 < frequent < 0.2
+    assert found["accuracy"] >= frequent + LEAST_GAIN, (found, frequent)
+    assert found["accuracy_masked"] >= frequent + LEAST_GAIN, "not by copying what was left as it is"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_without_training_nothing_is_guessed(tmp_path: Path) -> None:
+    """The control."""
+    found, frequent = trained(tmp_path, **{"training.max_steps": 2})
+    assert found["accuracy_masked"] < frequent + 0.02
