@@ -138,10 +138,10 @@ def _native(words: Sequence[str]) -> dict[str, str]:
 
 def _must_train(first: Loaded) -> None:
     """0 epochs mean that steps decide, which is said by whoever means it: else it is a slip, not 100 steps."""
-    if "training.max_steps" not in given(first) and "training.epochs" in given(first):
-        if getattr(first.config.training, "epochs", 0) <= 0:
-            hint = "a number above 0, or --max-steps N as well: then steps decide"
-            raise ConfigError("0 epochs train nothing", where="--epochs", hint=hint)
+    slip = "training.epochs" in given(first) and "training.max_steps" not in given(first)
+    if slip and getattr(first.config.training, "epochs", 0) <= 0:
+        hint = "a number above 0, or --max-steps N as well: then steps decide"
+        raise ConfigError("0 epochs train nothing", where="--epochs", hint=hint)
 
 
 def _must_be_whole(name: str, first: Loaded) -> None:

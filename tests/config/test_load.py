@@ -69,7 +69,7 @@ def test_the_presets_of_masked_lm_are_sane() -> None:
     ],
 )
 def test_documented_values(preset: str, layers: int, steps: int, context: int, rate: float, debug: bool) -> None:
-    config = load("llama", preset=preset).config
+    config: Any = load("llama", preset=preset).config
     training = config.training
     assert (config.model.num_layers, training.max_steps, training.context_length) == (layers, steps, context)
     assert training.learning_rate == rate

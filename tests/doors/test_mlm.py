@@ -368,8 +368,9 @@ def test_a_port_that_is_taken_is_named(door: Run, corpus: Path, gpus: Callable[[
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
+        port, began = str(taken.getsockname()[1]), time.monotonic()
         result = door("train_config.sh", *script_words(*QUICK, "--gpus", "2", "--master_port", port))
+    assert time.monotonic() - began < 30
     assert result.code != 0
     assert port in result.text
     assert "Training completed!" not in result.text

@@ -262,8 +262,9 @@ def test_max_samples(text: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--max-samples", "abc"], ["--streaming", "maybe"], ["--epochs", "-1"], ["--epochs", "0"], ["--lr", "fast"], ["--local_rank", "-1"],
-     ["--batch-size", "0"], ["--config-name", "h200_8gpu_fats"], ["--epoch", "3"], ["--mixed-precision", "perhaps"]],
+    [["--max-samples", "abc"], ["--streaming", "maybe"], ["--epochs", "-1"], ["--epochs", "0"], ["--lr", "fast"],
+     ["--local_rank", "-1"], ["--batch-size", "0"], ["--config-name", "h200_8gpu_fats"], ["--epoch", "3"],
+     ["--mixed-precision", "perhaps"]],
 )  # fmt: skip
 def test_a_bad_value_is_exit_2(door: Run, words: list[str]) -> None:
     """Items 86, 87."""
@@ -403,3 +404,18 @@ def test_init_puts_the_scripts_of_the_family(in_dir: Path) -> None:
 def test_the_two_folders_share_what_is_the_same() -> None:
     for name in ("python.sh", "install_hint.py"):
         assert (MLM / name).read_bytes() == (MLM.parent / "model_check" / name).read_bytes()
+
+
+def test_an_error_says_that_it_is_one_where_no_label_does(door: Run, in_dir: Path) -> None:
+    """After the banner errors go to the log, whose lines have no label here."""
+    result = door("mlm_pretrain_v3.py", "--device", "cpu", "--data-path", "nothing.txt", "--no-streaming")
+    assert result.code == 66
+    assert re.search(r"^lockstep: error: nothing\.txt: no such file or folder$", result.out, re.MULTILINE)
+
+
+def test_long_words_keep_the_column_of_the_probabilities() -> None:
+    from lockstep.engine.inference import Blank, Filled
+
+    blank = Blank(position=2, words=(("bufferedincrementaldecoder", 0.5), ("a", 0.25)))
+    _, _, first, second = Filled("the a", (blank,)).lines()
+    assert first.index("0.5000") == second.index("0.2500")

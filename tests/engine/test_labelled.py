@@ -105,8 +105,9 @@ def test_files_without_fields_and_files_that_are_not_there(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text("some text\n" * 50)
     with pytest.raises(DataError, match="hold no labels"):
         read_labelled(str(tmp_path / "a.txt"))
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as caught:
         read_labelled(str(tmp_path / "nothing.jsonl"))
+    assert caught.value.hint.startswith("--labels")
 
 
 def test_copies_of_a_text_are_never_on_both_sides(tmp_path: Path) -> None:

@@ -198,6 +198,11 @@ def test_resume_from_a_documented_file_and_auto(in_dir: Path, lockstep: Cli) -> 
     auto = lockstep("train", "llama", "tiny", *flags, "--resume", "auto")
     assert auto.code == 0
     assert "Nothing left to do" in auto.out
+    named = lockstep("train", "llama", "tiny", *flags, "--resume", "auto", "--name", "again")
+    assert "run folder   runs/again" in named.out, "a name that was given is the name of the run"
+    assert "Nothing to resume" in lockstep(
+        "train", "llama", "tiny", *flags, "--resume", "auto", "--name", "unheard"
+    ).out  # fmt: skip
     fresh = lockstep("train", "llama", "tiny", *flags, "--resume", "auto", "system.seed=7")
     assert "Nothing to resume" in fresh.out, "another seed is another run"
 

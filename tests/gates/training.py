@@ -69,7 +69,7 @@ def run(
     With a group: as one of its ranks.
     """
     loaded = load(family, preset=preset, flags=flags({"system.device": "cpu", **settings}))
-    planned = plan(loaded, torch.device("cpu"))
+    planned = plan(loaded, torch.device(loaded.config.system.device))
     if objective:
         planned = replace(planned, objective=objective)
     recorder = recorder or Recorder()

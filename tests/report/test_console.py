@@ -12,13 +12,22 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.report import logs
 from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink, read_events
-from lockstep.report.words import Banner, Summary, format_bytes, format_duration, format_eta, format_step
+from lockstep.report.words import (
+    Banner,
+    Summary,
+    format_bytes,
+    format_duration,
+    format_estimate,
+    format_eta,
+    format_step,
+)
 
 TAIL = re.compile(
     r"Step \[(\d+)/(\d+)\] \| Loss: (-?\d+\.\d{4}|nan|inf) \| LR: (\d\.\d{2}e[+-]\d{2}) \| "
@@ -389,3 +398,15 @@ def test_a_terminal_that_goes_away_does_not_stop_the_run(record, monkeypatch, tm
     assert len(TAIL.findall((tmp_path / "log.txt").read_text())) == 4
     logs.close_logging()
     stream.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"steps": 107, "max_steps": 107, "epochs": 2, "epoch_steps": 53.3}, "(2 epochs of 54 steps)"),
+        ({"steps": 61, "max_steps": 107, "epochs": 2, "epoch_steps": 53.3}, "(61 of 107 steps left)"),
+        ({"steps": 3, "max_steps": 3, "epochs": 5, "epoch_steps": 23.8}, "(3 steps)"),
+    ],
+)
+def test_the_estimate_speaks_of_the_steps_there_will_be(fields: dict[str, Any], said: str) -> None:
+    assert format_estimate({"seconds": 10.0, **fields}).endswith(said)

@@ -33,7 +33,7 @@ def find(config: RunConfig, identity_hash: str) -> ResumePoint | None:
     if asked is None:
         return None
     if asked == "auto":
-        return _newest_alike(Path(config.run.out), config.family, identity_hash)
+        return _newest_alike(Path(config.run.out), config.family, identity_hash, config.run.name)
     path, named = Path(asked), Path(config.run.out) / asked
     if path.suffix == ".pt":
         if not path.is_file():
@@ -63,10 +63,11 @@ def point_of_run(path: Path) -> ResumePoint:
     return ResumePoint(newest, run)
 
 
-def _newest_alike(out: Path, family: str, identity_hash: str) -> ResumePoint | None:
+def _newest_alike(out: Path, family: str, identity_hash: str, name: str | None) -> ResumePoint | None:
+    """The newest run with these settings; where a name was given, only the one that has it."""
     candidates: list[tuple[float, Path]] = []
     for config_file in out.glob("*/config.json"):
-        if config_file.parent.is_symlink():
+        if config_file.parent.is_symlink() or name not in (None, config_file.parent.name):
             continue
         try:
             saved = json.loads(config_file.read_text(encoding="utf-8"))

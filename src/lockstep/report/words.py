@@ -77,6 +77,8 @@ def format_estimate(fields: Mapping[str, Any]) -> str:
     """What the first moments say about the whole."""
     steps, per_epoch = int(fields["steps"]), math.ceil(fields["epoch_steps"])
     what = f"{_plural(fields['epochs'], 'epoch')} of {_plural(per_epoch, 'step')}"
+    if steps < math.floor(fields["epochs"] * fields["epoch_steps"]):  # max_steps ends it before
+        what = _plural(steps, "step")
     if steps < int(fields["max_steps"]):
         what = f"{steps:,} of {_plural(int(fields['max_steps']), 'step')} left"
     return f"Estimated time: about {format_about(fields['seconds'])} ({what})"
