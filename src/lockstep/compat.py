@@ -106,6 +106,8 @@ def _launch(loaded: Loaded, begin: Start, argv: Sequence[str]) -> int:
     begin = replace(begin, log_folder=folder, how="workers" if begin.how == "auto" else begin.how)
     say(where)
     code = guard.run(lambda: start(loaded, begin), argv)
+    if not folder.is_dir():  # somebody tidied up meanwhile
+        return code
     if not any(folder.iterdir()):  # refused before anything could be logged
         folder.rmdir()
         return code
