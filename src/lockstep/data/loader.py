@@ -51,7 +51,7 @@ class Window:
         self._first, self._after = 0, 0  # steps at hand
         self._ids = self._epochs = np.empty(0, np.int64)
         self._columns: Mapping[str, Array] = {}
-        self._made: list[Batch] = []
+        self._made: list[list[Batch]] = []  # of each step
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of one step: micro-batch m of all holds slots m * micro_rows and following."""
@@ -59,7 +59,7 @@ class Window:
             self._fetch(step)
         place = (step - self._first) // self._stride
         if self._many:
-            return self._made[place * self._parts : (place + 1) * self._parts]
+            return self._made[place]
         draw = Draw(self._seed, step, self._batch_rows, self._steps)
         firsts = range(0, self._rows, self._micro_rows)
         return [self._objective.collate(self._part(place * self._rows, first), draw) for first in firsts]
@@ -80,7 +80,8 @@ class Window:
             ids, epochs = (each.reshape(shape)[:, 0, self._slots].reshape(-1) for each in everything)
         columns = self._table.take(ids)
         if self._many:
-            self._made = self._many(columns, self._count * self._parts)
+            made, parts = self._many(columns, self._count * self._parts), self._parts
+            self._made = [made[first : first + parts] for first in range(0, len(made), parts)]
         else:
             self._ids, self._epochs, self._columns = ids, epochs, columns
         self._first, self._after = step, step + self._count * self._stride
@@ -113,7 +114,7 @@ class Loader:
         self._step = self.start_step
         self.batch_rows = self.world * self.micro_batches * self.micro_rows  # of the global batch of a step
         self._window = Window(self)
-        self._stop = threading.Event()
+        self._stop, self._closed = threading.Event(), False
         self._ready = [queue.Queue[list[Batch] | BaseException](self.prefetch) for _ in range(self.workers)]
         self._threads = [
             threading.Thread(target=self._work, args=(index,), name=f"loader-{index}", daemon=True)
@@ -127,19 +128,18 @@ class Loader:
 
     def __next__(self) -> list[Batch]:
         """The micro-batches of the next step. What went wrong for a step is raised at that step."""
-        assert not self._stop.is_set(), "the loader is closed"
-        if not self.workers:
-            made = self._attempt(self._window, self._step)
-        else:
-            made = self._ready[(self._step - self.start_step) % self.workers].get()
+        assert not self._closed, "the loader is closed"
+        step = self._step
+        made = self._ready[(step - self.start_step) % self.workers].get() if self.workers else self._attempt(step)
         if isinstance(made, BaseException):
             self.close()
             raise made
-        self._step += 1
+        self._step = step + 1
         return made
 
     def close(self) -> None:
         """End the workers. Each puts at most one more step, for which emptying its queue makes room."""
+        self._closed = True
         self._stop.set()
         self.table.close()  # who waits for rows waits no more
         for ready in self._ready:
@@ -154,10 +154,10 @@ class Loader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _attempt(self, window: Window, step: int) -> list[Batch] | BaseException:
+    def _attempt(self, step: int, window: Window | None = None) -> list[Batch] | BaseException:
         """A step, or why there is none."""
         try:
-            made = window.batches(step)
+            made = (window or self._window).batches(step)
             return [batch.pin() for batch in made] if self.pin else made
         except BaseException as error:
             error.add_note(f"while preparing the batch of step {step}")
@@ -167,7 +167,7 @@ class Loader:
         """One worker: every `workers`-th step until the loader is closed or a step fails."""
         window, step = Window(self), self.start_step + index
         while not self._stop.is_set():
-            made = self._attempt(window, step)
+            made = self._attempt(step, window)
             self._ready[index].put(made)
             if isinstance(made, BaseException):
                 return

@@ -33,10 +33,9 @@ def permute(offsets: U64, keys: U64, *, rows: int) -> U64:
     bits = (rows - 1).bit_length()
     low_bits = bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
-    placed = offsets.copy()
+    placed, values, key = offsets.copy(), offsets, keys
     outside = np.arange(len(offsets))
     while len(outside):
-        values, key = placed[outside], keys[outside]
         low, high = values & low_mask, values >> np.uint64(low_bits)
         mixed, scratch = np.empty_like(key), np.empty_like(key)
         for turn in range(ROUNDS):
@@ -46,7 +45,8 @@ def permute(offsets: U64, keys: U64, *, rows: int) -> U64:
             target ^= np.bitwise_and(mixed, mask, out=mixed)
         values = (high << np.uint64(low_bits)) | low
         placed[outside] = values
-        outside = outside[values >= rows]
+        beyond = values >= rows
+        outside, values, key = outside[beyond], values[beyond], key[beyond]
     return placed
 
 

@@ -93,7 +93,8 @@ class Causal:
         rows, length = cuts["tokens"][0].shape
         targets = rows * (length - 1)
         if "starts" not in cuts:
-            return [Batch({"tokens": tokens}, {"loss": targets}, rows, targets) for tokens in cuts["tokens"]]
+            weights = {"loss": targets}
+            return [Batch({"tokens": tokens}, weights, rows, targets) for tokens in cuts["tokens"]]
         firsts = columns["starts"][:, 1:].reshape(count, -1).sum(1).tolist()  # of a document: nothing predicts them
         return [
             Batch({"tokens": tokens, "starts": starts}, {"loss": targets - first}, rows, targets)
