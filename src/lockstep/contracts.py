@@ -86,7 +86,8 @@ class Objective(Protocol):
     def collate(self, rows: Rows, draw: Draw) -> Batch:
         """Pure: all randomness comes from (seed, epoch, row id) or (seed, step, slot).
 
-        Who draws nothing may also have `collate_many(columns, count)`: equal cuts of many rows as `count` batches.
+        Who draws nothing may also have `collate_many(columns, count)`: equal cuts of many rows, in the type they are
+        stored in, as `count` batches.
         """
         ...
 

@@ -35,7 +35,7 @@ def main(run: Path, steps: int, fault: str) -> int:
         worker.enter("communication")
         exchange(run, place, step, worker)
         if stopped:
-            worker.close()
+            worker.leave(143)
             return 143
     worker.close()
     return 0

@@ -106,6 +106,27 @@ def test_a_healthy_run_does_without_its_guardian(tmp_path: Path) -> None:
     assert foreign.survivors() == []
 
 
+@pytest.mark.ranks
+def test_a_stop_that_only_the_launcher_saw_is_no_failure(tmp_path: Path) -> None:
+    """The launcher asks how its workers ended before a late guardian can: what they have written is all it knows."""
+    foreign, run = stub("torchrun", tmp_path)
+    wait_for([run / "pid.0", run / "pid.1"])
+    deadline = time.monotonic() + 30
+    while not (run / f"at.1.{STEP}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (late,) = guardians(foreign.run_id)
+    os.kill(late, signal.SIGSTOP)
+    foreign.process.send_signal(signal.SIGTERM)
+    foreign.process.wait(60)
+    workers = [Path("/proc", (run / f"pid.{rank}").read_text().split()[0]) for rank in (0, 1)]
+    assert not [path for path in workers if path.exists()], "nobody is left to be asked"
+    os.kill(late, signal.SIGCONT)
+    assert foreign.finish()[0] == 1, "theirs, whatever we do"
+    assert foreign.survivors() == []
+    assert not (run / "failure.json").exists()
+
+
 def guardians(run_id: str) -> list[int]:
     from lockstep.launch import processes
 

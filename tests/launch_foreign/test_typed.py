@@ -92,7 +92,8 @@ def test_sigterm_saves_and_resumes_to_the_same_bits(
     last = max(losses(tmp_path))
     assert 13 <= last < STEPS - 1, "it stopped"
     assert f"step_{last + 1:08d}" in saved(tmp_path), output
-    assert not (tmp_path / "runs/run/failure.json").exists(), "a stop is no failure"
+    failed = tmp_path / "runs/run/failure.json"
+    assert not failed.exists(), f"a stop is no failure: {failed.read_text()}\n{output}"
     again = begin(launcher, tmp_path, "--resume", "auto")
     code, output = again.finish(SECONDS)
     assert code == 0, output

@@ -94,9 +94,12 @@ class Table:
         """Of one row on disk."""
         return sum(column.itemsize * int(np.prod(column.shape[1:])) for column in self._plain.values())
 
-    def take(self, ids: Array) -> dict[str, Array]:
-        """Copies of some rows: column -> (n, width), in the type the objective asked for."""
-        return {name: column.take(ids, 0).astype(self.dtypes[name], copy=False) for name, column in self._plain.items()}
+    def take(self, ids: Array, *, as_stored: bool = False) -> dict[str, Array]:
+        """Copies of some rows: column -> (n, width), in the type the objective asked for or in that on disk."""
+        taken = {name: column.take(ids, 0) for name, column in self._plain.items()}
+        if as_stored:
+            return taken
+        return {name: rows.astype(self.dtypes[name], copy=False) for name, rows in taken.items()}
 
 
 def key_of(parts: Mapping[str, Any]) -> str:

@@ -78,7 +78,7 @@ class Window:
             everything = self._order.at(step * rows, self._count * self._stride * rows)
             shape = (self._count, self._stride, rows)
             ids, epochs = (each.reshape(shape)[:, 0, self._slots].reshape(-1) for each in everything)
-        columns = self._table.take(ids)
+        columns = self._table.take(ids, as_stored=self._many is not None)
         if self._many:
             made, parts = self._many(columns, self._count * self._parts), self._parts
             self._made = [made[first : first + parts] for first in range(0, len(made), parts)]

@@ -96,6 +96,8 @@ def end_badly(
             if alone and sinks:
                 rundir.write_json(run.failure, record)
             link.fail(record)
+    else:
+        link.leave(record["exit_code"])
     told = {"failure" if key == "kind" else key: value for key, value in record.items()}  # an event has its own kind
     for sink in sinks:
         _attempt("reporting the end", sink.event, "end" if stopped else "fault", told)

@@ -72,6 +72,13 @@ def read_record(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def read_word(path: Path) -> tuple[dict[str, Any], int | None]:
+    """The same, and the exit code of a worker that has left as it was told to: it has not failed."""
+    record = read_record(path)
+    stopped = record.get("stopped")
+    return ({}, stopped) if isinstance(stopped, int) else (record, None)
+
+
 def explain_end(end: End, *, kills_before: int | None, kills_after: int | None) -> tuple[str, str]:
     """(kind, cause) of a worker that ended."""
     if end.record.get("cause") and not end.by_signal:

@@ -198,7 +198,9 @@ class Guardian:
         """One more worker has ended: in peace, as told, or as the cause or the consequence of a failure."""
         self.ended_ns = time.monotonic_ns()
         done = self.beats.read(slot).section == "done"
-        record = failure.read_record(link.failure_path(self.folder, slot))
+        record, stopped = failure.read_word(link.failure_path(self.folder, slot))
+        if code == UNKNOWN and stopped is not None:
+            code = stopped
         if code == UNKNOWN:
             code = int(record.get("exit_code", 0 if done else 1))
             record = record or {"cause": "ended without a word; its launcher's own lines say how", "kind": "exit"}

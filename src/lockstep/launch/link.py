@@ -75,6 +75,10 @@ class Link:
             with contextlib.suppress(OSError):  # the launcher then reports the exit code alone
                 rundir.write_json(failure_path(self.work, self.slot), record)
 
+    def leave(self, exit_code: int) -> None:
+        """This worker ends as it was told to; a foreign launcher may be the only one to hear its exit code."""
+        self.fail({"stopped": exit_code})
+
     def close(self) -> None:
         """All work is done: from here an exit is no failure."""
         self.enter("done")

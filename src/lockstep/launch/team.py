@@ -193,7 +193,7 @@ class Team:
 
     def record(self, slot: int) -> dict[str, object]:
         """What a worker has said about its failure."""
-        return failure.read_record(link.failure_path(self.work, slot))
+        return failure.read_word(link.failure_path(self.work, slot))[0]
 
     def _outlast(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -261,11 +261,12 @@ class Team:
 
     def _note(self, slot: int, code: int, by_signal: int) -> None:
         """A worker has ended."""
-        section, record = self.beats.read(slot).section, self.record(slot)
+        section = self.beats.read(slot).section
+        record, stopped = failure.read_word(link.failure_path(self.work, slot))
         if by_signal in STOPS:  # it came before the worker could listen
             code, by_signal = STOPS[by_signal], 0
         if code == Stranger.UNKNOWN:
-            told = record.get("exit_code")
+            told = record.get("exit_code") if stopped is None else stopped
             code = told if isinstance(told, int) else int(section != "done")
         if by_signal and self._ended_by_us and self.stop is not None:  # it did not listen
             code, by_signal = STOPS[self.stop], 0
