@@ -17,7 +17,7 @@ from lockstep.contracts import Batch, Draw, Rows
 from lockstep.data import loader as loader_module
 from lockstep.data.cache import Table, write_table
 from lockstep.data.loader import Loader, validation_batches
-from lockstep.objectives.causal import Causal
+from lockstep.objectives.causal import Causal, expanded
 from tests.data.coverage import Seen, faults, seen_in
 from tests.data.stand_in import Plain, table
 
@@ -105,6 +105,20 @@ def test_batches_made_together_are_those_made_one_by_one(
         made.append(steps(loader, 40))
     assert same(*made)
     assert len({batch.weights["loss"] for step in made[0] for batch in step}) > (documents == "masked")
+
+
+def test_rows_stay_narrow_until_the_device(tmp_path: Path) -> None:
+    """Two bytes a token go to the device, where they become what a collate of wide rows would have made of them."""
+    rows = {"tokens": np.arange(65_536 - 90, 65_536, dtype=np.int32).reshape(10, 9)}
+    write_table(tmp_path / "rows", [rows], columns=Causal().columns, stored={"tokens": "uint16"})
+    table = Table(tmp_path / "rows")
+    (batch,) = next(iter(Loader(table, Causal(), seed=3, micro_rows=10, micro_batches=1)))
+    assert batch.tensors["tokens"].dtype == torch.uint16
+    (wide,) = next(iter(Loader(table, OneByOne(), seed=3, micro_rows=10, micro_batches=1)))
+    assert wide.tensors["tokens"].dtype == torch.int32
+    for name, tensor in expanded(wide).items():
+        assert torch.equal(expanded(batch)[name], tensor)
+        assert int(tensor.max()) >= 65_534
 
 
 def test_the_comparison_sees_another_seed(numbers: Table) -> None:
