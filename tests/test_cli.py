@@ -53,7 +53,7 @@ def test_every_verb_has_help(lockstep: Run, verb: str) -> None:
     "words",
     [
         ["nonsense"], ["config"], ["config", "nonsense"], ["train"], ["train", "nonsense"],
-        ["train", "llama", "nonsense"], ["train", "llada"], ["init", "ad"], ["config", "schema", "llada"],
+        ["train", "llama", "nonsense"], ["train", "ad"], ["init", "ad"], ["config", "schema", "ad"],
         ["train", "llama", "tiny", "demo"], ["train", "llama", "tiny", "--preset", "demo"], ["config", "list", "--foo"],
         ["sample", "x"], ["sample", "x", "y", "--tokens", "0"], ["sample", "x", "y", "--temperature", "nan"],
         ["export", "x"], ["export", "x", "--to", "gguf"], ["config", "explain", "nonsense"], ["config", "schema", "x"],
@@ -134,10 +134,10 @@ def test_init_puts_the_scripts_into_a_folder(lockstep: Run, in_dir: Path) -> Non
 
 
 def test_a_family_that_is_not_built_says_so(lockstep: Run) -> None:
-    for words in (["train", "llada", "tiny"], ["init", "llada"], ["config", "explain", "--family", "llada"]):
+    for words in (["train", "ad", "tiny"], ["init", "ad"], ["config", "explain", "--family", "ad"]):
         result = lockstep(*words)
         assert result.code == 2
-        assert "family 'llada' is not built yet" in result.err
+        assert "family 'ad' is not built yet" in result.err
         assert "lockstep families" in result.err
         assert "did you mean" not in result.err
     assert "did you mean 'llama'?" in lockstep("train", "lama").err

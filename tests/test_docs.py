@@ -99,6 +99,8 @@ def test_every_command_of_a_page_runs(
     Path("articles.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in paragraphs), encoding="utf-8")
     reviews = ({"text": text, "label": place % 2} for place, text in enumerate(paragraphs))
     Path("reviews.jsonl").write_text("\n".join(map(json.dumps, reviews)), encoding="utf-8")
+    chats = ({"prompt": f"What is {place}?", "answer": f"It is {place}."} for place in range(60))
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
     logs = set(Path("/tmp").glob("model_check_logs_*"))
     for block in ALL[page]:
         for command in () if block.reason else block.commands:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -16,8 +17,10 @@ def test_a_name_is_a_file() -> None:
     assert {"builtin", "synthetic", "text"} <= set(registry.names("sources"))
     for folder in ("objectives", "sources"):
         package = Path(registry.__file__).parent / folder
-        files = {path.stem for path in package.glob("*.py")} - {"__init__", "options"}
-        assert registry.names(folder) == sorted(files), "settings are no choice"
+        parts = getattr(importlib.import_module(f"lockstep.{folder}"), "PARTS", ())
+        files = {path.stem for path in package.glob("*.py")} - {"__init__", "options", *parts}
+        assert registry.names(folder) == sorted(files), "settings are no choice, and parts of a choice are none"
+        assert all((package / f"{part}.py").is_file() for part in parts)
 
 
 def test_what_is_there_is_loaded() -> None:
@@ -35,7 +38,7 @@ def test_an_unknown_name_suggests(word: str, hint: str) -> None:
     assert caught.value.exit_code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize("word", ["options", "__init__", "../engine/train", "engine.train", "", "Causal"])
+@pytest.mark.parametrize("word", ["options", "__init__", "denoise", "../engine/train", "engine.train", "", "Causal"])
 def test_nothing_else_of_the_package_can_be_reached(word: str) -> None:
     with pytest.raises(ConfigError, match="is not in objectives/"):
         registry.load("objectives", word, "build")

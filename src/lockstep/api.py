@@ -192,6 +192,8 @@ def sizes(loaded: Loaded) -> str:
         dtype_name=precision,
         checkpointing=config.system.gradient_checkpointing,
         compiled=compiled,
+        optimizer_states=training.optimizer_states,
+        lora=shapes.Lora.of(config.model),
     )
     return show.sizes(
         parameters=shape.parameters(),

@@ -238,7 +238,7 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
 
 def _configuration(parser: Parser, *, needed: bool = True) -> None:
-    parser.add_argument("family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama or mlm")
+    parser.add_argument("family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama, mlm or llada")
     parser.add_argument("what", metavar="PRESET|FILE", nargs="?", help="a preset (lockstep config list) or a file")
     parser.flag("--preset", "settings to start from", metavar="NAME")
     parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
@@ -265,15 +265,25 @@ def _prepare(parser: Parser) -> None:
     parser.flag("--list", "show the prepared datasets", group=group)
     parser.flag("--verify", "check every byte of them", group=group)
     parser.flag("--clean", "remove them", group=group)
+    parser.flag("--to", "llada: also write train_data.npy, val_data.npy, metadata.json", metavar="DIR", group=group)
 
 
 def _sample(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
     parser.add_argument("prompt", metavar="PROMPT", help="what the model continues, or a text with [MASK]s to fill")
     parser.flag("--tokens", "how many at most (64; a [MASK] is one)", metavar="N", type=whole(1))
-    parser.flag("--temperature", "0 is greedy (0.8; for [MASK]s 0)", metavar="T", type=real(0, 100))
+    parser.flag("--temperature", "0 is greedy (0.8; for [MASK]s and answers 0)", metavar="T", type=real(0, 100))
     parser.flag("--top-k", "draw from the K likeliest, 0 from all (50)", metavar="K", type=whole(0))
     parser.flag("--seed", "another seed, another text (0)", metavar="N", type=whole(0))
+    group = parser.add_argument_group("masked diffusion (family llada)")
+    parser.flag("--steps", "forward passes (one for each token)", metavar="N", type=whole(1), group=group)
+    parser.flag("--block-length", "tokens filled before the next ones (all)", metavar="N", type=whole(1), group=group)
+    parser.flag("--remasking", "what stays hidden: low_confidence or random (low_confidence)", metavar="HOW",
+                choices=("low_confidence", "random"), group=group)  # fmt: skip
+    parser.flag("--cfg-scale", "how much more the prompt counts (0)", metavar="S", type=real(-1, 100), group=group)
+    parser.flag("--threshold", "keep all that are as sure, in fewer passes", metavar="P", type=real(0, 1), group=group)
+    parser.flag("--no-eos", "never end the text", group=group)
+    parser.flag("--delay-eos", "end only where nothing else is left", group=group)
 
 
 def _eval(parser: Parser) -> None:
@@ -289,12 +299,18 @@ def _eval(parser: Parser) -> None:
     parser.flag("--max-samples", "texts used at most (all)", metavar="N", type=whole(1), group=group)
     parser.flag("--epochs", "of fine-tuning (3)", metavar="N", type=whole(1), default=3, group=group)
     parser.flag("--lr", "of fine-tuning (by the model's width)", metavar="RATE", type=real(1e-9, 1), group=group)
+    group = parser.add_argument_group("how likely an answer is (family llada)")
+    parser.flag("--answer", "the text that is scored", metavar="TEXT", group=group)
+    parser.flag("--prompt", "what stands before it (nothing)", metavar="TEXT", group=group)
+    parser.flag("--samples", "ways to hide it (128)", metavar="N", type=whole(1), group=group)
+    parser.flag("--cfg-scale", "how much more the prompt counts (0)", metavar="S", type=real(-1, 100), group=group)
 
 
 def _export(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
-    parser.add_argument("folder", metavar="DIR", nargs="?", help="where to write (RUN/hf)")
-    parser.flag("--to", "form: hf (transformers)", metavar="FORM", choices=["hf"], required=True)
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="where to write (RUN/hf, RUN/peft)")
+    parser.flag("--to", "form: hf (transformers), or peft (a LoRA run's adapter)", metavar="FORM",
+                choices=["hf", "peft"], required=True)  # fmt: skip
     parser.flag("--dtype", "fp32, bf16 or fp16 (fp32)", metavar="TYPE", default="fp32")
 
 
@@ -326,10 +342,6 @@ def _script(parser: Parser) -> None:
     _configuration(parser)
     parser.flag("--nodes", "machines (1)", metavar="N", type=whole(1), default=1)
     parser.flag("--time", "time limit of the job (24:00:00)", metavar="TIME", default="24:00:00")
-
-
-def _list(parser: Parser) -> None:
-    del parser  # takes nothing
 
 
 def _presets(parser: Parser) -> None:
@@ -381,5 +393,5 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "config validate": _validate,
     "config schema": _schema,
     "init": _init,
-    "families": _list,
+    "families": lambda _: None,  # takes nothing
 }

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
 Verb = Callable[[Namespace, list[Setting]], int]
+SAMPLING = (
+    "tokens", "temperature", "top_k", "seed", "steps", "block_length", "remasking", "cfg_scale", "threshold"
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,7 +132,7 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     setup_logging(level=loaded.config.debug.log_level)
     for notice in loaded.notices:
         say(notice)
-    return prepare_data(loaded)
+    return prepare_data(loaded, Path(arguments.to).expanduser() if arguments.to else None)
 
 
 def _show_datasets(roots: list[Path], *, verify: bool) -> int:
@@ -209,7 +212,8 @@ def sample(arguments: Namespace, _: list[Setting]) -> int:
     from lockstep.home import find_run
 
     path = find_run(arguments.run)
-    asked = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    asked: dict[str, object] = {name: getattr(arguments, name) for name in SAMPLING}
+    asked |= {"forbid_eos": arguments.no_eos or None, "delay_eos": arguments.delay_eos or None}
     from lockstep.engine.inference import sample_run
 
     say(sample_run(path, arguments.prompt, {name: value for name, value in asked.items() if value is not None}))
@@ -217,11 +221,21 @@ def sample(arguments: Namespace, _: list[Setting]) -> int:
 
 
 def evaluate(arguments: Namespace, _: list[Setting]) -> int:
-    """Measure a trained model on its validation rows, or on labelled text."""
+    """Measure a trained model on its validation rows, on labelled text, or on one answer."""
     from lockstep.home import find_run
 
     path = find_run(arguments.run)
-    if arguments.labels:
+    asked = {name: getattr(arguments, name) for name in ("prompt", "samples", "cfg_scale")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if arguments.answer is not None and arguments.labels:
+        raise ConfigError("one at a time", where="--answer", hint="without --labels")
+    if arguments.answer is None and asked:
+        raise ConfigError("goes with --answer", where=f"--{next(iter(asked)).replace('_', '-')}", hint="--answer TEXT")
+    if arguments.answer is not None:
+        from lockstep.engine.measure import measure_answer
+
+        found = measure_answer(path, arguments.answer, **asked)
+    elif arguments.labels:
         from lockstep.engine.labelled import read_labelled
 
         columns = {"text_column": arguments.text_column, "label_column": arguments.label_column}
@@ -246,15 +260,16 @@ def export(arguments: Namespace, _: list[Setting]) -> int:
     path, kind = find_run(arguments.run), dtype(arguments.dtype)
     if kind is None:
         raise ConfigError(f"got {arguments.dtype[:40]!r}", where="--dtype", hint="one of fp32, bf16, fp16")
-    folder = Path(arguments.folder) if arguments.folder else root_of(path) / "hf"
+    folder = Path(arguments.folder) if arguments.folder else root_of(path) / arguments.to
     if _is_taken(folder):
         others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
         free = next(other for other in others if not _is_taken(other))
-        hint = f"lockstep export {arguments.run} {free} --to hf"
+        hint = f"lockstep export {arguments.run} {free} --to {arguments.to}"
         raise OutputError("exists and is not empty", where=str(folder), hint=hint)
-    from lockstep.engine.inference import export_run
+    from lockstep.engine.inference import export_adapter, export_run
 
-    say(f"Exported to {export_run(path, folder, kind)}")
+    written = export_adapter(path, folder) if arguments.to == "peft" else export_run(path, folder, kind)
+    say(f"Exported to {written}")
     return ExitCode.DONE
 
 
@@ -335,7 +350,7 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "doctor": ("check whether this machine can train", doctor),
     "script": ("print a script for slurm, torchrun, accelerate or k8s", script),
     "sample": ("let a trained model continue a text, or fill its [MASK]s", sample),
-    "eval": ("measure a trained model; --labels FILE: a test beside random weights", evaluate),
+    "eval": ("measure a trained model; --labels FILE: beside random weights; --answer TEXT: its likelihood", evaluate),
     "export": ("write a trained model for transformers", export),
     "config list": ("show the presets", config_list),
     "config show": ("show every value and where it comes from", config_show),

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import api, compat_mlm, compat_mlm_scripts, guard
+from lockstep import api, compat_llada, compat_mlm, compat_mlm_scripts, guard
 from lockstep.compat_door import Door, parse, resolve
 from lockstep.errors import ExitCode, OutputError
 from lockstep.families import families_table, init
@@ -39,13 +39,15 @@ DOORS = {
         Door("run_training.sh", "Prepare the data, then train a LLaMA.", launcher=True),
         Door("prepare_dataset.py", "Prepare the dataset of a configuration, without training.", prepares=True),
         compat_mlm.DOOR,
+        compat_llada.DOOR,
     )
 }
+PROGRAMS = {**compat_mlm_scripts.PROGRAMS, **compat_llada.PROGRAMS}  # that start a trainer, or none
 
 
 def main(script: str, argv: Sequence[str]) -> int:
     """Run a documented script with its arguments; returns the exit code."""
-    program = compat_mlm_scripts.PROGRAMS.get(script)
+    program = PROGRAMS.get(script)
     return guard.run(lambda: program(argv) if program else _run(DOORS[script], argv), argv, tell=_tell)
 
 
@@ -79,7 +81,8 @@ def _run(door: Door, argv: Sequence[str]) -> int:
     if asked.dry_run:
         return show_only(loaded)
     begin = replace(Start.of(("lockstep.compat", door.script), argv, asked), single=not door.launcher)
-    begin = replace(begin, opening=door.opening)
+    begin = replace(begin, opening=door.opening, listeners=door.listeners)
+    door.ready(asked, loaded)
     if door.launcher and not is_child():
         return _launch(loaded, begin, argv)
     return start(loaded, begin)

@@ -14,6 +14,7 @@ from lockstep.families import doors_folder
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
+    from lockstep.contracts import Sink
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,22 @@ class Door:
         every = {"report.log_all_ranks": "true"} if self.launcher else {}
         return places | every | {"report.log_prefix": self.log_prefix}
 
+    def switches(self, asked: Namespace, first: Loaded) -> Mapping[str, str]:
+        """Settings that flags of the script itself stand for: over the file, under a flag of the setting's own name."""
+        del asked, first
+        return {}
+
+    def ready(self, asked: Namespace, loaded: Loaded) -> None:
+        """What has to be so before any worker starts."""
+        del asked, loaded
+
     def opening(self, loaded: Loaded) -> list[str]:
         """Lines of the first worker before it trains."""
+        del loaded
+        return []
+
+    def listeners(self, loaded: Loaded) -> list[Sink]:
+        """Who else hears of the first worker's steps and events."""
         del loaded
         return []
 
@@ -75,7 +90,8 @@ def resolve(door: Door, asked: Namespace, settings: Sequence[Setting]) -> Loaded
     first = api.resolve(door.family, preset=preset, file=file, flags=flags, check=False)  # may lack what is ours
     taken = {key for key, origin in first.origins.items() if origin.layer in ("file", "flag")}
     own = {key: value for key, value in door.defaults(asked, first).items() if key not in taken}
-    loaded = api.resolve(door.family, preset=first.preset, file=file, flags=[*own.items(), *flags])
+    meant = door.switches(asked, first).items()
+    loaded = api.resolve(door.family, preset=first.preset, file=file, flags=[*own.items(), *meant, *flags])
     origins = {**loaded.origins, **{key: Origin("script", door.script) for key in own if key in loaded.origins}}
     said = tuple(notice for notice in first.notices if notice not in loaded.notices)
     return replace(loaded, origins=origins, notices=(*notices, *said, *loaded.notices))

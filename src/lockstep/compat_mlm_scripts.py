@@ -25,6 +25,7 @@ from lockstep.named_configs import CONFIGS, TrainingConfig
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
+    from lockstep.runtime.devices import Gpu
 
 GENERIC, GENERATED = "run_multi_gpu_training.sh", "train_config.sh"
 USAGE = """Usage:
@@ -141,7 +142,7 @@ def _banner(script: Script, loaded: Loaded, workers: int) -> list[str]:
     config, training = loaded.config, loaded.config.training
     model: Any = config.model
     on_cpu = config.system.device == "cpu"
-    measured = probe.measure(loaded)
+    measured = probe.measure(loaded, workers=workers)
     return [
         RULE,
         script.title,
@@ -155,9 +156,20 @@ def _banner(script: Script, loaded: Loaded, workers: int) -> list[str]:
         f"Number of GPUs: {workers}{' (CPU workers)' if on_cpu else ''}",
         f"Model: {model.num_layers}L/{model.num_attention_heads}H/{model.hidden_size}D",
         f"Dataset samples: {config.data.max_train_samples:,}",
-        *probe.lines(loaded, measured, workers=workers),
+        *probe.lines(loaded, measured, workers=workers, gpus=_used(loaded, workers)),
         RULE,
     ]
+
+
+def _used(loaded: Loaded, workers: int) -> list[Gpu]:
+    """The GPUs that so many workers compute on, as the driver describes them; none on the CPU."""
+    from lockstep.runtime import devices
+
+    system, visible = loaded.config.system, devices.visible_gpus()
+    if system.device == "cpu" or not visible:
+        return []
+    numbers = devices.choose(system.gpus, cpu=False, repeats=True)[:workers]
+    return [gpu for gpu in visible if gpu.index in numbers]
 
 
 class _Told:
@@ -290,12 +302,12 @@ def _time(name: str, config: TrainingConfig) -> None:
     from lockstep import probe
     from lockstep.runtime.devices import visible_gpus
 
-    loaded, gpus = _resolved(name, config), visible_gpus()
-    workers = max(1, min(config.num_gpus, len(gpus)))
-    measured = probe.measure(loaded)
-    say(
-        f"{name} on {workers} GPU(s)" if gpus else f"{name} on the CPU", *probe.lines(loaded, measured, workers=workers)
-    )
+    loaded = _resolved(name, config)
+    workers = max(1, min(config.num_gpus, len(visible_gpus())))
+    gpus = _used(loaded, workers)
+    measured = probe.measure(loaded, workers=workers)
+    where = f"{workers} GPU(s)" if gpus else "the CPU"
+    say(f"{name} on {where}", *probe.lines(loaded, measured, workers=workers, gpus=gpus))
 
 
 PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {

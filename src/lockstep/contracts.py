@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     Document = str | Array  # text, or token ids that are ready
     Place = tuple[int, int]  # (file, document in it): where a source can go on
 
+PROMPT = 1 << 31  # set in an id of a document: it belongs to the prompt, which is given and not learnt
+
 
 class Draw(NamedTuple):
     """What a collate may draw randomness from; together with row id, epoch and slot nothing else is needed."""
@@ -24,6 +27,7 @@ class Draw(NamedTuple):
     step: int  # optimizer step, from 0
     batch_rows: int  # rows of the global batch of this step
     steps: int = 0  # of the whole run; 0: of no run, as in validation
+    whole: Mapping[str, Array] = MappingProxyType({})  # of all rows of the global batch: the objective's whole_columns
 
 
 class Rows(NamedTuple):
@@ -42,6 +46,7 @@ class Vocabulary:
     size: int
     specials: Mapping[str, int]  # pad, cls, sep, unk, mask: those the tokenizer has
     continues: Array  # (size,) bool: ids that go on with a word another id began
+    separator: int = -1  # ends each document; -1: nothing does
 
 
 class Batch(NamedTuple):
@@ -77,7 +82,8 @@ class Objective(Protocol):
     columns: Mapping[str, str]  # what a cached row holds: column -> numpy dtype
     terms: Mapping[str, float]  # loss term -> coefficient
 
-    # Who needs the special tokens also has `with_vocabulary(vocabulary) -> Objective`, called before any other method.
+    # Who needs the special tokens also has `with_vocabulary(vocabulary) -> Objective`, called before any other method;
+    # who needs a column of all rows of the global batch names it in `whole_columns`, and finds it in `draw.whole`.
 
     def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[Mapping[str, Array]]:
         """Token ids of documents to blocks of finished rows: column -> (n, width)."""

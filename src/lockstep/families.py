@@ -56,7 +56,18 @@ FAMILIES = {
             preset="mlm_small",
             try_first="python multi_gpu_configs.py list",
         ),
-        Family("llada", "LLaDA, masked diffusion"),
+        Family(
+            "llada",
+            "LLaDA, masked diffusion",
+            "llada",
+            (
+                "./launch_training.sh [2] [shakespeare_processed]",
+                "torchrun --nproc_per_node=2 train_llada_pretrained.py --data_dir shakespeare_processed [--fp16]",
+                "python train_llada_pretrained.py --data_dir shakespeare_processed [--batch_size 1 --epochs 5 --fp16]",
+            ),
+            preset="llada_small",
+            try_first="python train_llada_pretrained.py --help",
+        ),
         Family("ad", "Algorithm Distillation"),
     )
 }

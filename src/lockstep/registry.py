@@ -14,7 +14,7 @@ def names(folder: str) -> list[str]:
     """The names a folder of the package offers, e.g. names("objectives") -> ["causal"]."""
     package = importlib.import_module(f"lockstep.{folder}")
     found = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    return sorted(name for name in found if name != "options")
+    return sorted(name for name in found if name not in ("options", *getattr(package, "PARTS", ())))
 
 
 def load(folder: str, name: str, attribute: str) -> Any:

@@ -21,6 +21,7 @@ from lockstep.runtime.grid import grid
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
+    from lockstep.contracts import Sink
     from lockstep.launch.supervise import Proc
     from lockstep.launch.torchrun import Meeting
 
@@ -47,6 +48,7 @@ class Start:
     transcript: Path | None = None  # a file for all that is shown; of runs by workers of our own
     told: Callable[..., None] = field(default=say)
     opening: Callable[[Loaded], list[str]] | None = None  # lines of the first worker before it trains
+    listeners: Callable[[Loaded], list[Sink]] | None = None  # who else hears of its steps
 
     @staticmethod
     def of(module: Sequence[str], argv: Sequence[str], asked: Namespace) -> Start:
@@ -109,7 +111,7 @@ def _train(loaded: Loaded, asked: Start) -> int:
     if env.detect().rank == 0 and asked.opening and (lines := asked.opening(loaded)):
         start_log(loaded, None)
         logger.info("%s", "\n".join(lines))
-    return int(train(loaded).exit_code)
+    return int(train(loaded, *([asked.listeners(loaded)] if asked.listeners else [])).exit_code)
 
 
 def _prepare_as_child(loaded: Loaded) -> int:
@@ -119,21 +121,26 @@ def _prepare_as_child(loaded: Loaded) -> int:
     return prepare_data(loaded)
 
 
-def prepare_data(loaded: Loaded) -> int:
-    """Build or find the dataset of a configuration."""
+def prepare_data(loaded: Loaded, to: Path | None = None) -> int:
+    """Build or find the dataset of a configuration; `to`: also as a folder of windows."""
     import torch
 
-    from lockstep.engine import settle
+    from lockstep.engine import settle, windows
     from lockstep.engine.build import plan
     from lockstep.engine.prepare import prepare
     from lockstep.runtime import signals
 
+    if to is not None:
+        windows.check_target(loaded.config, to)
     with signals.listening():
         decided = settle.decide(loaded.config)
         for line in settle.lines(decided):
             logger.warning("%s", line)
         planned = plan(settle.settled(loaded, decided), torch.device("cpu"))
-        prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
+        prepared = prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
+        if to is not None:
+            for line in windows.export(planned.config, prepared, planned.objective, planned.shape.vocab_size, to):
+                say(line)
     return ExitCode.DONE
 
 

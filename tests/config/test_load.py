@@ -58,6 +58,23 @@ def test_the_presets_of_masked_lm_are_sane() -> None:
     assert modern.data.documents == "masked"
 
 
+def test_the_presets_of_llada_are_sane() -> None:
+    """What is there; the published model is loaded where it is meant, with the settings that fit it to one GPU."""
+    from lockstep.models import shapes
+
+    own, large = ["tiny", "demo", "llada_small", "llada_base"], ["llada_8b_full", "llada_8b_lora", "llada_8b_sft"]
+    assert presets("llada") == sorted([*own, *large, "debug", "pretrained"])
+    for name in presets("llada"):
+        config: Any = load("llada", preset=name).config
+        shape = shapes.resolve(config.model, context_length=config.training.context_length)
+        assert (config.model.init == "pretrained") == (name in (*large, "pretrained"))
+        assert (shape.parameters() == 8_015_581_184) == (name in (*large, "pretrained"))
+    full: Any = load("llada", preset="llada_8b_full").config
+    assert (full.training.optimizer_states, full.training.batch_size) == ("bf16", 1)
+    assert full.system.gradient_checkpointing
+    assert load("llada", preset="llada_8b_sft").config.data.documents == "answers"
+
+
 @pytest.mark.parametrize(
     ("preset", "layers", "steps", "context", "rate", "debug"),
     [

@@ -10,23 +10,28 @@ import pytest
 import torch
 
 from lockstep import registry
-from lockstep.contracts import Batch, Draw, Objective, Rows, SampleOptions, Vocabulary
-from lockstep.models import encoder_shapes, llama_shapes
+from lockstep.contracts import PROMPT, Batch, Draw, Objective, Rows, SampleOptions, Vocabulary
+from lockstep.models import encoder_shapes, llada_shapes, llama_shapes
 from lockstep.models.build import Model
 from lockstep.models.encoder import Encoder
 from lockstep.models.initialise import initialise
 from lockstep.models.llama import Llama
-from lockstep.objectives.options import CausalOptions, MlmOptions
+from lockstep.objectives.options import CausalOptions, DiffusionOptions, MlmOptions
 
 NAMES = registry.names("objectives")
-OPTIONS: dict[str, Any] = {"causal": CausalOptions(), "mlm": MlmOptions()}  # one with settings of its own adds its line
+OPTIONS: dict[str, Any] = {  # one with settings of its own adds its line
+    "causal": CausalOptions(),
+    "diffusion": DiffusionOptions(),
+    "mlm": MlmOptions(),
+}
+OTHER_DOCUMENTS = {"diffusion": "answers"}  # the rest: masked
 VOCABULARY = Vocabulary(512, {"pad": 300, "cls": 301, "sep": 256, "unk": 302, "mask": 303}, np.arange(512) % 3 == 0)
 MASK = VOCABULARY.specials["mask"]
 CONTEXT = 16
 
 
 def test_there_are_objectives() -> None:
-    assert {"causal", "mlm"} <= set(NAMES)
+    assert {"causal", "diffusion", "mlm"} <= set(NAMES)
     assert set(NAMES) <= set(OPTIONS)
 
 
@@ -36,7 +41,7 @@ def can_keep_documents_apart(name: str) -> bool:
 
 @pytest.fixture(
     params=[(name, {}) for name in NAMES]
-    + [(name, {"documents": "masked"}) for name in NAMES if can_keep_documents_apart(name)],
+    + [(name, {"documents": OTHER_DOCUMENTS.get(name, "masked")}) for name in NAMES if can_keep_documents_apart(name)],
     ids=lambda case: "-".join((case[0], *case[1].values())),
 )
 def objective(request: pytest.FixtureRequest) -> Objective:
@@ -47,33 +52,36 @@ def objective(request: pytest.FixtureRequest) -> Objective:
 
 
 def test_columns_are_known_before_torch_is_loaded(objective: Objective) -> None:
-    known = [OPTIONS[name].columns_of(mode) for name in NAMES for mode in ("separated", "masked")]
+    known = [OPTIONS[name].columns_of(mode) for name in NAMES for mode in ("separated", "masked", "answers")]
     assert objective.columns in known
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[bool, Model]:
-    """By whether places are marked: such an objective needs to see both sides."""
-    made = {False: Llama(llama_shapes.KNOWN["lockstep/tiny"], attention="native_flash"),
-            True: Encoder(encoder_shapes.KNOWN["lockstep/mlm-tiny"], attention="native_flash")}  # fmt: skip
+def models() -> dict[str, Model]:
+    """What can be trained on each; one of your own sees what came before."""
+    made = {"causal": Llama(llama_shapes.KNOWN["lockstep/tiny"], attention="native_flash"),
+            "diffusion": Llama(llada_shapes.KNOWN["lockstep/llada-tiny"], attention="native_flash"),
+            "mlm": Encoder(encoder_shapes.KNOWN["lockstep/mlm-tiny"], attention="native_flash")}  # fmt: skip
     for one in made.values():
         initialise(one, seed=1, std=0.1)
     return made
 
 
-def marks(objective: Objective) -> bool:
-    return hasattr(objective, "with_vocabulary")
+def name_of(objective: Objective) -> str:
+    return type(objective).__module__.rpartition(".")[2]
 
 
 @pytest.fixture
-def model(models: dict[bool, Model], objective: Objective) -> Model:
-    return models[marks(objective)]
+def model(models: dict[str, Model], objective: Objective) -> Model:
+    return models[name_of(objective)]
 
 
 @pytest.fixture
 def rows(objective: Objective) -> Rows:
     generator = np.random.default_rng(0)
     documents = [generator.integers(0, 256, generator.integers(1, 90)) for _ in range(12)]
+    if "lengths" in objective.columns:
+        documents = [np.append(ids[:5] | PROMPT, ids[5:]).astype(np.uint32) for ids in documents]
     blocks = list(objective.pack(documents, context_length=CONTEXT, separator=256))
     columns = {name: np.concatenate([block[name] for block in blocks])[:8] for name in objective.columns}
     assert all(set(block) == set(objective.columns) for block in blocks)
@@ -86,7 +94,10 @@ def some(rows: Rows, which: slice) -> Rows:
     return Rows(rows.ids[which], rows.epochs[which], rows.slots[which], columns)
 
 
-DRAW = Draw(seed=1, step=3, batch_rows=8)
+@pytest.fixture
+def draw(objective: Objective, rows: Rows) -> Draw:
+    whole = {name: rows.columns[name] for name in getattr(objective, "whole_columns", ())}
+    return Draw(seed=1, step=3, batch_rows=8, steps=50, whole=whole)
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -106,22 +117,22 @@ def test_packing_repeats(objective: Objective) -> None:
     assert all(np.array_equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
 
 
-def test_collate_is_pure_and_knows_its_weights(objective: Objective, rows: Rows) -> None:
+def test_collate_is_pure_and_knows_its_weights(objective: Objective, rows: Rows, draw: Draw) -> None:
     before = {name: column.copy() for name, column in rows.columns.items()}
     torch.manual_seed(1)
-    first = objective.collate(rows, DRAW)
+    first = objective.collate(rows, draw)
     torch.manual_seed(2)
     np.random.default_rng().random()
-    assert equal(objective.collate(rows, DRAW), first)
+    assert equal(objective.collate(rows, draw), first)
     assert all(np.array_equal(rows.columns[name], before[name]) for name in before)
     assert set(first.weights) == set(objective.terms)
     assert all(isinstance(weight, int) and weight > 0 for weight in first.weights.values())
     assert first.rows == 8
 
 
-def test_the_cut_into_micro_batches_changes_nothing(objective: Objective, rows: Rows, model: Model) -> None:
-    whole = objective.collate(rows, DRAW)
-    parts = [objective.collate(some(rows, cut), DRAW) for cut in (slice(0, 3), slice(3, 8))]
+def test_the_cut_into_micro_batches_changes_nothing(objective: Objective, rows: Rows, model: Model, draw: Draw) -> None:
+    whole = objective.collate(rows, draw)
+    parts = [objective.collate(some(rows, cut), draw) for cut in (slice(0, 3), slice(3, 8))]
     model.eval()
     with torch.no_grad():
         total = objective.loss(model, whole)
@@ -131,9 +142,9 @@ def test_the_cut_into_micro_batches_changes_nothing(objective: Objective, rows: 
         assert sum(float(piece[term]) for piece in pieces) == pytest.approx(float(total[term]), rel=1e-5)
 
 
-def test_the_loss_is_a_differentiable_sum(objective: Objective, rows: Rows, model: Model) -> None:
+def test_the_loss_is_a_differentiable_sum(objective: Objective, rows: Rows, model: Model, draw: Draw) -> None:
     model.train()
-    losses = objective.loss(model, objective.collate(rows, DRAW))
+    losses = objective.loss(model, objective.collate(rows, draw))
     assert set(losses) == set(objective.terms)
     for total in losses.values():
         assert total.shape == ()
@@ -143,9 +154,11 @@ def test_the_loss_is_a_differentiable_sum(objective: Objective, rows: Rows, mode
         assert bool(gradient.any())
 
 
-def test_evaluation_has_a_loss_and_needs_no_gradient(objective: Objective, rows: Rows, model: Model) -> None:
+def test_evaluation_has_a_loss_and_needs_no_gradient(
+    objective: Objective, rows: Rows, model: Model, draw: Draw
+) -> None:
     model.eval()
-    scores = objective.evaluate(model, objective.collate(rows, DRAW))
+    scores = objective.evaluate(model, objective.collate(rows, draw))
     assert "loss" in scores
     assert scores["loss"].weight > 0
     for score in scores.values():
@@ -155,9 +168,10 @@ def test_evaluation_has_a_loss_and_needs_no_gradient(objective: Objective, rows:
 
 
 def test_samples_are_ids_and_repeat(objective: Objective, model: Model) -> None:
-    options, prompt = SampleOptions(tokens=6, seed=3), [1, MASK, 3, MASK] if marks(objective) else [1, 2, 3]
+    marks = name_of(objective) == "mlm"
+    options, prompt = SampleOptions(tokens=6, seed=3), [1, MASK, 3, MASK] if marks else [1, 2, 3]
     first = objective.sample(model, prompt, options)
     assert first == objective.sample(model, prompt, options)
     assert 0 < len(first) <= 6
     assert all(isinstance(token, int) and 0 <= token < 512 for token in first)
-    assert MASK not in first or not marks(objective)
+    assert MASK not in first or name_of(objective) == "causal"

@@ -6,6 +6,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lockstep import registry
@@ -17,8 +18,21 @@ def build(name: str, folder: Path) -> Source:
     path = folder / "a.txt"
     if not path.exists():
         path.write_text("".join(f"Paragraph {index}.\n\n" for index in range(500)), encoding="utf-8")
-    options = DataOptions(dataset_name=name, data_path=str(path) if name == "text" else None)
+    if name == "windows":
+        path = windows(folder)
+    options = DataOptions(dataset_name=name, data_path=str(path) if name in ("text", "windows") else None)
     return registry.load("sources", name, "build")(options)
+
+
+def windows(folder: Path) -> Path:
+    """A folder of ready windows."""
+    made = folder / "windows"
+    if not made.exists():
+        made.mkdir()
+        np.save(made / "train_data.npy", np.arange(800).reshape(100, 8))
+        np.save(made / "val_data.npy", np.arange(800, 880).reshape(10, 8))
+        (made / "metadata.json").write_text('{"sequence_length": 8}', encoding="utf-8")
+    return made
 
 
 NAMES = registry.names("sources")
@@ -29,14 +43,20 @@ def test_there_are_sources() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_documents_are_text_and_the_same_every_time(name: str, tmp_path: Path) -> None:
+def test_documents_are_text_or_ids_and_the_same_every_time(name: str, tmp_path: Path) -> None:
     source = build(name, tmp_path)
-    first = list(islice(source.documents(), 50))
+    first = some(source)
     assert len(first) > 1
-    assert all(isinstance(text, str) and text.strip() for text in first)
-    assert first == list(islice(source.documents(), 50))
-    assert first == list(islice(build(name, tmp_path).documents(), 50))
-    "".join(first).encode()
+    kind = tuple if name == "windows" else str
+    assert all(isinstance(document, kind) and document for document in first)
+    assert first == some(source)
+    assert first == some(build(name, tmp_path))
+    "".join(text for text in first if isinstance(text, str)).encode()
+
+
+def some(source: Source) -> list[str | tuple[int, ...]]:
+    found = islice(source.documents(), 50)
+    return [document.strip() if isinstance(document, str) else tuple(document.tolist()) for document in found]
 
 
 @pytest.mark.parametrize("name", NAMES)

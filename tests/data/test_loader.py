@@ -121,6 +121,37 @@ def test_rows_stay_narrow_until_the_device(tmp_path: Path) -> None:
         assert int(tensor.max()) >= 65_534
 
 
+class Knowing(Plain):
+    """Asks for a column of all rows of the global batch, and shows it."""
+
+    whole_columns = ("tokens",)
+
+    def collate(self, rows: Rows, draw: Draw) -> Batch:
+        batch = super().collate(rows, draw)
+        return batch._replace(tensors={**batch.tensors, "whole": torch.from_numpy(draw.whole["tokens"][:, 0] // 10)})
+
+
+@pytest.mark.parametrize("window_bytes", [1, 100, loader_module.WINDOW_BYTES])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 0), (3, 2)])
+def test_a_column_of_the_whole_batch_is_there_on_every_rank(
+    numbers: Table, monkeypatch: pytest.MonkeyPatch, window_bytes: int, world: int, workers: int
+) -> None:
+    """Rows of the other ranks too, in the order of their slots, whatever was fetched together."""
+    monkeypatch.setattr(loader_module, "WINDOW_BYTES", window_bytes)
+    micro = 6 // world
+    made = []
+    for rank in range(world):
+        place = {"rank": rank, "world": world, "workers": workers, "start_step": 2}
+        made.append(steps(Loader(numbers, Knowing(), seed=3, micro_rows=1, micro_batches=micro, **place), 12))
+    for batches in zip(*made, strict=True):
+        own = torch.cat([batch.tensors["ids"] for part in batches for batch in part])
+        for part in batches:
+            for batch in part:
+                assert batch.tensors["whole"].tolist() == own.tolist()
+    for batch in validation_batches(numbers, Knowing(), micro_rows=4, rows=10, seed=1):
+        assert batch.tensors["whole"].tolist() == list(range(10))
+
+
 def test_the_comparison_sees_another_seed(numbers: Table) -> None:
     """Negative control."""
     other = Loader(numbers, Plain(), seed=6, micro_rows=3, micro_batches=2)

@@ -14,7 +14,7 @@ from lockstep.data.cache import Table, key_of
 from lockstep.data.options import DataOptions
 from lockstep.data.tokenize import load_tokenizer, train_bpe
 from lockstep.engine.build import make_objective
-from lockstep.engine.choices import TokenizerChoice, choose_source, choose_tokenizer, key_parts
+from lockstep.engine.choices import Room, TokenizerChoice, choose_source, choose_tokenizer, key_parts
 from lockstep.engine.prepare import prepare
 from lockstep.errors import ConfigError, DataError
 from tests.gates.training import FEW_WORDS, flags
@@ -22,9 +22,7 @@ from tests.gates.training import FEW_WORDS, flags
 
 def choose(name: str | None, *, marked: bool, source: str = "builtin", size: int = 512) -> TokenizerChoice:
     options = DataOptions(dataset_name=source, tokenizer_name=name, tokenizer_vocab_size=size)
-    return choose_tokenizer(
-        options, choose_source(options), model_path="none", vocab_limit=1 << 20, marks_places=marked
-    )
+    return choose_tokenizer(options, choose_source(options), model_path="none", room=Room(1 << 20), marks_places=marked)
 
 
 def test_auto_is_wordpiece_where_places_are_marked() -> None:
@@ -65,7 +63,7 @@ def config(folder: Path, **changed: Any) -> Any:
 def key(folder: Path, **changed: Any) -> str:
     made = config(folder, **changed)
     source = choose_source(made.data)
-    choice = choose_tokenizer(made.data, source, model_path="none", vocab_limit=512, marks_places=True)
+    choice = choose_tokenizer(made.data, source, model_path="none", room=Room(512), marks_places=True)
     return key_of(key_parts(made, make_objective(made).columns, source=source, choice=choice))
 
 

@@ -22,6 +22,7 @@ from lockstep.runtime.signals import StopRequest
 
 FEW_WORDS = str(Path(__file__).parents[1] / "few_words.txt")  # a table of a few rows: short runs walk over it often
 FEW_DOCUMENTS = str(Path(__file__).parents[1] / "few_documents.jsonl")  # the same, a document for each clause
+FEW_ANSWERS = str(Path(__file__).parents[1] / "few_answers.jsonl")  # the same, cut into prompts and answers
 
 
 @dataclass

@@ -40,6 +40,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "objective.last_mask_probability": 0.3,
         "system.threads": 1,
     },
+    "llada": {
+        "data.data_path": FEW_DOCUMENTS,
+        "training.context_length": 32,
+        "training.epochs": 2,
+        "training.grad_accum_nums": 2,
+        "training.batch_size": 3,
+        "training.weight_decay": 0.1,
+        "objective.random_length_probability": 0.3,
+        "system.threads": 1,
+    },
 }
 SMALL_CHANGES: dict[str, list[dict[str, Any]]] = {
     "llama": [
@@ -49,6 +59,7 @@ SMALL_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"model.init_std": 0.021},
     ],
     "mlm": [{"objective.random_share": 0.11}, {"objective.mask_probability": 0.16}, {"model.dropout": 0.101}],
+    "llada": [{"objective.eps": 2e-3}, {"objective.random_length_probability": 0.0}, {"system.seed": 43}],
 }
 
 
@@ -69,7 +80,7 @@ def matches(values: dict[str, Any], golden: dict[str, Any]) -> bool:
     return all(values[key] == pytest.approx(golden[key], rel=1e-4) for key in golden)
 
 
-@pytest.mark.parametrize(("family", "steps"), [("llama", 12), ("mlm", 10)])
+@pytest.mark.parametrize(("family", "steps"), [("llama", 12), ("mlm", 10), ("llada", 14)])
 def test_losses_are_the_golden_ones(family: str, steps: int, tmp_path: Path) -> None:
     values = measured(family, tmp_path)
     if os.environ.get("LOCKSTEP_GOLDEN") == "write":

@@ -22,7 +22,7 @@ TEXTS = [*MODULES, *SCRIPTS, *sorted((ROOT / "setup").glob("*.py")), *sorted((RO
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-WATCHED = {"contracts.py": 195, "engine/loop.py": 200}  # read first, read most: kept shorter than the rest
+WATCHED = {"contracts.py": 200, "engine/loop.py": 200}  # read first, read most: kept shorter than the rest
 EXEMPTION = re.compile(r"#\s*(?:noqa|type: ignore|pyright: ignore)(?P<rules>[^#\n]*?)(?P<reason> - .*)?$", re.MULTILINE)
 PLAIN_RULES = {  # their reason is always the same one
     "reportPrivateImportUsage",  # torch has its kernels under private names

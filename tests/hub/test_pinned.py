@@ -158,7 +158,7 @@ def test_the_key_is_made_of_what_is_in_it(
     def key(name: str, tokenizer: str = "bytes") -> str:
         config = configuration(dataset_name=name, data_path=None, tokenizer_name=tokenizer)
         source = choices.choose_source(config.data)
-        choice = choices.choose_tokenizer(config.data, source, model_path="x", vocab_limit=1000)
+        choice = choices.choose_tokenizer(config.data, source, model_path="x", room=choices.Room(1000))
         return cache.key_of(choices.key_parts(config, Causal().columns, source=source, choice=choice))
 
     own = key("wikitext")

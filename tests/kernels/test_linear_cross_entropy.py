@@ -202,3 +202,90 @@ def test_targets_one_by_one(chunk: int, count: int) -> None:
     assert not losses.requires_grad
     total = linear_cross_entropy(x, weight, targets, chunk_tokens=chunk, bias_V=bias)
     assert float(total.detach()) == pytest.approx(float(losses.sum()), rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------- forbidden tokens
+
+FORBIDDEN = (0, 5, 30, 36)  # 0 is what an ignored target is replaced by
+
+
+def forbidding(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A case with weights up to 1000, as 1/p has, ignored targets, and tokens that no target is."""
+    x, weight, targets, _ = case(ignored=True, weighted=False, dtype=dtype)
+    bias = torch.zeros(V, dtype=dtype)
+    bias[list(FORBIDDEN)] = -torch.inf
+    for token in FORBIDDEN:
+        targets[targets == token] = 1
+    return x, weight, targets, 1 / torch.linspace(0.001, 1, N, dtype=dtype), bias
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 1000])
+def test_a_forbidden_token_has_no_share_of_the_sum(chunk: int) -> None:
+    x, weight, targets, token_weights, bias = forbidding(torch.float64)
+    allowed = [token for token in range(V) if token not in FORBIDDEN]
+    renamed = torch.tensor([allowed.index(int(t)) if t >= 0 else -100 for t in targets])
+    expected = reference(x, weight[allowed], renamed, token_weights)  # as if they were not in the vocabulary
+    total = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk, bias_V=bias)
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    wanted = torch.autograd.grad(expected, (x, weight))
+    for got, want in zip(torch.autograd.grad(total, (x, weight)), wanted, strict=True):
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+    assert not wanted[1][list(FORBIDDEN)].any()
+    plain = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk)
+    assert float((plain - total).detach()) > 1  # they would have had one
+
+
+def test_gradcheck_with_forbidden_tokens() -> None:
+    x, weight, targets, _, bias = forbidding(torch.float64)
+    x = x[:12].detach().requires_grad_(True)
+    assert torch.autograd.gradcheck(
+        lambda a, b: linear_cross_entropy(a, b, targets[:12], chunk_tokens=5, bias_V=bias), (x, weight)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forbidden_tokens_give_no_nan(dtype: torch.dtype) -> None:
+    exact = [each.detach().double() if each.is_floating_point() else each for each in forbidding()]
+    outcomes: dict[int, tuple[Tensor, ...]] = {}
+    for chunk in (16, 1000):
+        x, weight, targets, token_weights, bias = forbidding()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            total = linear_cross_entropy(x, weight, targets, token_weights, chunk_tokens=chunk, bias_V=bias)
+            losses, correct = score_targets(x, weight, targets.clamp_min(1), chunk_tokens=chunk, bias_V=bias)
+            summed, _ = score_next_tokens(x, weight, targets, chunk_tokens=chunk, bias_V=bias)
+        assert total.dtype == torch.float32
+        assert torch.isfinite(losses).all()
+        assert torch.isfinite(summed)
+        assert correct.dtype == torch.bool
+        outcomes[chunk] = (total.detach(), *torch.autograd.grad(total, (x, weight)))
+        assert all(torch.isfinite(each).all() for each in outcomes[chunk])
+    expected = linear_cross_entropy(*exact[:4], chunk_tokens=1000, bias_V=exact[4])
+    for outcome in outcomes.values():
+        assert float(outcome[0]) == pytest.approx(float(expected), rel=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("needs", ["x", "weight", "bias", "x bias"])
+def test_only_the_gradients_that_are_needed_are_computed(needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen head of an 8B model would else cost 2 GB for nothing."""
+    from lockstep.kernels import linear_cross_entropy as kernel
+
+    found: list[tuple[bool, ...]] = []
+    real = kernel._chunked_sum
+
+    def watched(*args: object, **options: object) -> tuple[Tensor | None, ...]:
+        result = real(*args, **options)  # pyright: ignore[reportArgumentType]
+        found.append(tuple(each is not None for each in result[1:]))
+        return result
+
+    monkeypatch.setattr(kernel, "_chunked_sum", watched)
+    x, weight, targets, token_weights, bias = forbidding()
+    tensors = {name: each.detach() for name, each in (("x", x), ("weight", weight), ("bias", bias))}
+    for name in needs.split():
+        tensors[name].requires_grad_(True)
+    total = linear_cross_entropy(
+        tensors["x"], tensors["weight"], targets, token_weights, chunk_tokens=16, bias_V=tensors["bias"]
+    )
+    assert found == [tuple(name in needs.split() for name in tensors)]
+    total.backward()
+    for name, tensor in tensors.items():
+        assert (tensor.grad is not None) is (name in needs.split())

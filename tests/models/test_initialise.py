@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.models.initialise import GAMMA, fill, initialise, stream_key
+from lockstep.models.initialise import BYTES_STD, GAMMA, fill, initialise, stream_key
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN
 
@@ -74,8 +74,18 @@ def test_double_precision_is_the_same_draw() -> None:
     wide = torch.empty(1000, dtype=torch.float64)
     fill(wide, seed=1, name="w", std=1.0)
     assert torch.allclose(wide.float(), drawn(1000), rtol=1e-6)
-    with pytest.raises(AssertionError):
-        fill(torch.empty(10, dtype=torch.bfloat16), seed=1, name="w", std=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_the_same_draw_rounded_once(dtype: torch.dtype) -> None:
+    """Frozen weights are kept so; integers in bf16, which are not exact, would give others."""
+    half, whole = torch.empty(40_000, dtype=dtype), torch.empty(40_000)  # crosses the chunks of the CPU
+    for tensor in (half, whole):
+        fill(tensor, seed=1, name="w", std=0.02)
+    assert torch.equal(half, whole.to(dtype))
+    scale = 0.02 / BYTES_STD
+    in_half = (whole / scale).round().to(torch.bfloat16) * scale
+    assert not torch.equal(half.bfloat16(), in_half.bfloat16())
 
 
 def test_a_model_gets_the_stds_it_asked_for() -> None:

@@ -64,16 +64,27 @@ def test_the_majority_is_right(results: str, agree: bool, wrong: tuple[int, ...]
     assert replicas.vote(list(results)) == replicas.Verdict(agree, wrong)
 
 
-def test_a_resume_with_another_global_batch_says_what_fits(ranks: Pool, tmp_path: Path) -> None:
-    ranks(3, end, tmp_path, {"training.max_steps": 2})
+def resumed(group: Group, folder: Path, settings: Mapping[str, Any], saved: Path) -> tuple[str, str, int, int, int]:
+    """(error, its hint, rows in all, rows of a micro-batch, micro-batches) of a run that goes on from a checkpoint."""
+    try:
+        parts, _ = run(folder, settings, point=saved, group=group)
+    except LockstepError as error:
+        return str(error), error.hint, 0, 0, 0
+    training = parts.config.training
+    return "", "", parts.about["batch_rows"], training.batch_size, training.grad_accum_nums
+
+
+def test_another_number_of_workers_keeps_the_global_batch_or_says_what_fits(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, end, tmp_path, {"training.max_steps": 4, "training.save_interval": 2})
     saved = tmp_path / "checkpoints" / "step_00000002"
     about = json.loads((saved / "run.json").read_text())["about"]
     assert (about["world"], about["batch_rows"]) == (3, 6)
-    one = {**SHORT, "training.max_steps": 2}
-    with pytest.raises(LockstepError, match="6 rows in each global batch, this run 2: 1 workers") as caught:
-        run(tmp_path / "again", one, point=saved)
-    assert caught.value.exit_code == 2
-    assert caught.value.hint == "--gpus 3 or --training.grad-accum-nums 6 --checkpoint.allow-mismatch true"
+    one = {**SHORT, "training.save_interval": 0}
+    assert resumed(Group(), tmp_path / "alone", one, saved) == ("", "", 6, 1, 6)
+    assert set(ranks(2, resumed, tmp_path / "two", one, saved)) == {("", "", 6, 1, 3)}
+    ((error, hint, *_),) = set(ranks(4, resumed, tmp_path / "four", one, saved))
+    assert "6 rows in each global batch, this run 8: 4 workers" in error
+    assert hint == "--gpus 3"
     run(tmp_path / "allowed", {**one, "checkpoint.allow_mismatch": True}, point=saved)
 
 

@@ -15,9 +15,10 @@ import torch
 
 from lockstep.contracts import Batch, Draw, Rows
 from lockstep.engine import replicas
+from lockstep.errors import LockstepError
 from lockstep.objectives.mlm import Mlm
 from lockstep.objectives.options import MlmOptions
-from lockstep.runtime.group import Group
+from lockstep.runtime.group import Group, is_lost_peer
 from tests.data.coverage import Seen, faults
 from tests.gates.training import FEW_DOCUMENTS, run
 from tests.ranks.pool import Pool
@@ -167,3 +168,22 @@ def test_replicas_agree(one_process: Any, ranks: Pool, tmp_path: Path) -> None:
     assert first == second
     assert first.digest
     assert first.losses == one_process("fp32")[0].losses, "each is the run of one process, bit for bit"
+
+
+def compare(group: Group, folder: Path) -> tuple[str, int, bool]:
+    """What a replica says at its end, with which exit code, and whether it leaves the word to another."""
+    try:
+        train(group, folder, {"training.precision": "fp32", "system.mode": "replicas"})
+    except LockstepError as error:
+        return error.what, int(error.exit_code), is_lost_peer(error)
+    return "", 0, False
+
+
+@pytest.mark.parametrize(("tensor", "wrong"), [("tok_embed.weight", 1), ("head.dense.bias", 2)])
+def test_a_replica_with_a_flipped_bit_is_named(
+    tensor: str, wrong: int, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the lowest bit of one weight, once; two against one."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"flip_weight@rank={wrong},step=4,bit=0,tensor={tensor}")
+    words = f"GPU {wrong} ends step 10 with other bits than the other 2 replicas"
+    assert ranks(3, compare, tmp_path) == [(words, 3, rank != wrong) for rank in range(3)]

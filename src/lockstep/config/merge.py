@@ -83,6 +83,8 @@ def _translate(layer: Sequence[Given], known: Catalog, notices: list[str]) -> It
         setting = known.settings.get(target[:2]) or (joint_setting(target) if target in renames.JOINT else None)
         if setting is None or (len(target) > 2 and "object" not in setting.types) or len(target) > 3:
             raise ConfigError(_unknown(item, known), where=item.key_where, hint=known.suggest(item.path))
+        if target == PRECISION and item.is_text and item.value is None and item.path[-1] in renames.SWITCHES:
+            item = replace(item, value="true")  # --fp16
         value = _read(item, setting) if len(target) < 3 else item.value
         if target == PRECISION:
             value = renames.precision_word(value, word=item.path[-1])

@@ -38,10 +38,25 @@ _MOVED = {
     "grad_accum": "training.grad_accum_nums",
     "summary_interval": "report.log_interval",
     "ckpt_interval": "training.save_interval",
+    "data_dir": "data.data_path",
+    "model_name": "model.model_path",
+    "save_dir": "report.results_dir",
+    "d_model": "model.hidden_size",
+    "n_kv_heads": "model.num_key_value_heads",
+    "mlp_hidden_size": "model.intermediate_size",
+    "fp16": "training.precision",
+    "no_fp16": "training.precision",
+    "bf16": "training.precision",
 }
 QUIET = frozenset(
     {"hf_token", "max_train_samples", "max_samples", "dataset", "experiment_name", "run_name", "tags"}
 )  # documented places: no notice
+SWITCHES = {  # words for a precision that are a plain yes or no -> what each means
+    "mixed_precision": ("auto", "fp32"),
+    "fp16": ("fp16", "fp32"),
+    "bf16": ("bf16", "fp32"),
+    "no_fp16": ("fp32", "auto"),
+}
 
 DTYPES = {
     "bfloat16": "bf16", "bf16": "bf16",
@@ -112,9 +127,11 @@ def dtype(value: Any) -> str | None:
 
 
 def precision_word(value: Any, *, word: str) -> Any:
-    """A precision as we call it; `mixed_precision` may also be a plain yes (what the machine can) or no."""
-    switch = {"true": "auto", "false": "fp32"}.get(str(value).lower()) if word == "mixed_precision" else None
-    return switch or dtype(value) or value
+    """A precision as we call it; some words may also be a plain yes or no."""
+    if word in SWITCHES and str(value).lower() in ("true", "false"):
+        yes, no = SWITCHES[word]
+        return no if str(value).lower() == "false" else yes
+    return dtype(value) or value
 
 
 def precision_of(use_amp: bool | None, amp_dtype: str | None) -> str:

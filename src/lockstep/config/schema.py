@@ -10,8 +10,8 @@ from lockstep.config.section import Section
 from lockstep.data.options import DataOptions
 from lockstep.engine.options import CheckpointOptions, EpochTrainingOptions, TrainingOptions
 from lockstep.health.options import DebugOptions
-from lockstep.models.options import EncoderOptions, LlamaOptions, ModelOptions
-from lockstep.objectives.options import CausalOptions, MlmOptions, ObjectiveOptions
+from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
+from lockstep.objectives.options import CausalOptions, DiffusionOptions, MlmOptions, ObjectiveOptions
 from lockstep.report.options import ReportOptions, RunOptions
 from lockstep.runtime.options import SystemOptions
 
@@ -52,4 +52,13 @@ class MlmConfig(RunConfig, frozen=True):
     training: EpochTrainingOptions = EpochTrainingOptions()
 
 
-FAMILIES: dict[str, type[RunConfig]] = {"llama": LlamaConfig, "mlm": MlmConfig}
+class LladaConfig(RunConfig, frozen=True):
+    """LLaDA, masked diffusion."""
+
+    family: Literal["llada"] = _family("llada")
+    model: LladaOptions = LladaOptions()
+    objective: DiffusionOptions = DiffusionOptions()
+    training: EpochTrainingOptions = EpochTrainingOptions()
+
+
+FAMILIES: dict[str, type[RunConfig]] = {"llama": LlamaConfig, "mlm": MlmConfig, "llada": LladaConfig}

@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -94,9 +94,12 @@ class Table:
         """Of one row on disk."""
         return sum(column.itemsize * int(np.prod(column.shape[1:])) for column in self._plain.values())
 
-    def take(self, ids: Array, *, as_stored: bool = False) -> dict[str, Array]:
-        """Copies of some rows: column -> (n, width), in the type the objective asked for or in that on disk."""
-        taken = {name: column.take(ids, 0) for name, column in self._plain.items()}
+    def take(self, ids: Array, *, as_stored: bool = False, only: Collection[str] = ()) -> dict[str, Array]:
+        """Copies of some rows: column -> (n, width), in the type the objective asked for or in that on disk.
+
+        Of all columns, or of those named by `only`.
+        """
+        taken = {name: self._plain[name].take(ids, 0) for name in only or self._plain}
         if as_stored:
             return taken
         return {name: rows.astype(self.dtypes[name], copy=False) for name, rows in taken.items()}

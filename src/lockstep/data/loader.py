@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,8 @@ class Window:
         self._first, self._after = 0, 0  # steps at hand
         self._ids = self._epochs = np.empty(0, np.int64)
         self._columns: Mapping[str, Array] = {}
+        self._whole_columns: Collection[str] = getattr(self._objective, "whole_columns", ())
+        self._whole: Mapping[str, Array] = {}  # of all rows of the global batches at hand
         self._made: list[list[Batch]] = []  # of each step
 
     def batches(self, step: int) -> list[Batch]:
@@ -60,7 +62,9 @@ class Window:
         place = (step - self._first) // self._stride
         if self._many:
             return self._made[place]
-        draw = Draw(self._seed, step, self._batch_rows, self._steps)
+        together = slice(place * self._batch_rows, (place + 1) * self._batch_rows)
+        whole = {name: column[together] for name, column in self._whole.items()}
+        draw = Draw(self._seed, step, self._batch_rows, self._steps, whole)
         firsts = range(0, self._rows, self._micro_rows)
         return [self._objective.collate(self._part(place * self._rows, first), draw) for first in firsts]
 
@@ -72,12 +76,16 @@ class Window:
 
     def _fetch(self, step: int) -> None:
         rows = self._batch_rows
-        if self._count == 1:
+        if self._count == 1 and not self._whole_columns:
             ids, epochs = self._order.at(step * rows + self._slots.start, self._rows)
         else:
-            everything = self._order.at(step * rows, self._count * self._stride * rows)
             shape = (self._count, self._stride, rows)
-            ids, epochs = (each.reshape(shape)[:, 0, self._slots].reshape(-1) for each in everything)
+            everyone = [
+                each.reshape(shape)[:, 0] for each in self._order.at(step * rows, self._count * self._stride * rows)
+            ]
+            ids, epochs = (each[:, self._slots].reshape(-1) for each in everyone)
+            if self._whole_columns:
+                self._whole = self._table.take(everyone[0].reshape(-1), only=self._whole_columns)
         columns = self._table.take(ids, as_stored=self._many is not None)
         if self._many:
             made, parts = self._many(columns, self._count * self._parts), self._parts
@@ -184,12 +192,14 @@ def validation_batches(
     """
     total, (rank, world) = min(rows, table.rows), share
     made: list[Batch] = []
+    whole_columns: Collection[str] = getattr(objective, "whole_columns", ())
+    whole = table.take(np.arange(total), only=whole_columns) if whole_columns else {}
     for first in range(0, total, world * micro_rows):
         start = first + rank * micro_rows
         place = start if start < total else 0
         ids = np.arange(place, min(place + micro_rows, total))
         part = Rows(ids, epochs=np.zeros_like(ids), slots=ids, columns=table.take(ids))
-        batch = objective.collate(part, Draw(seed, step=0, batch_rows=total))
+        batch = objective.collate(part, Draw(seed, step=0, batch_rows=total, whole=whole))
         nothing = dict.fromkeys(batch.weights, 0)
         made.append(batch if start < total else Batch(batch.tensors, nothing, rows=0, tokens=0))
     return made

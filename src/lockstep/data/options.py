@@ -37,7 +37,10 @@ class DataOptions(Section, frozen=True):
         max_length=500,
     )
     data_path: str | None = setting(
-        None, "Local .txt, .jsonl, .json, .csv, .parquet or .npy file, folder or glob; - is stdin.", max_length=4000
+        None,
+        "Local .txt, .jsonl, .json, .csv, .parquet or .npy file, folder or glob; - is stdin. A folder with "
+        "train_data.npy, val_data.npy and metadata.json is ready windows of token ids.",
+        max_length=4000,
     )
     text_column: str | None = setting(
         None, "Field that holds the text (null: text, content or the only text field).", max_length=200
@@ -47,10 +50,10 @@ class DataOptions(Section, frozen=True):
         500_000, "Documents used at most, before the split; also 500k, 1.5M.", ge=2, le=1 << 40, examples=["500k"]
     )
     min_words: int = setting(0, "Documents of fewer words are left out.", unit="words", ge=0, le=1 << 20)
-    documents: Literal["joined", "separated", "masked", "padded"] = setting(
+    documents: Literal["joined", "separated", "masked", "padded", "answers"] = setting(
         "separated",
         "How documents share a row: joined, with a separator between them, also blind to each other (masked), or not "
-        "at all (padded, mlm only).",
+        "at all (padded, mlm only). answers (llada only): each is a conversation, of which the last answer is learnt.",
     )
     validation_fraction: float = setting(0.05, "Share of the documents kept for validation.", gt=0, lt=1)
     tokenizer_name: str | None = setting(

@@ -21,7 +21,7 @@ import fcntl
 import json
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -186,19 +186,19 @@ class StreamTable:
         """The order its rows are trained in."""
         return StreamOrder(self, seed)
 
-    def take(self, ids: Array, *, as_stored: bool = False) -> dict[str, Array]:
+    def take(self, ids: Array, *, as_stored: bool = False, only: Collection[str] = ()) -> dict[str, Array]:
         """Copies of some rows: column -> (n, width). Waits for those that are not there yet."""
         if not len(ids):
-            return self._table(0).take(ids, as_stored=as_stored)
+            return self._table(0).take(ids, as_stored=as_stored, only=only)
         self._wait(lambda: self._holds(int(ids.max())) or None)
         number = bisect_right(self._first_rows, int(ids.min())) - 1
         if ids.max() < self._first_rows[number + 1]:
-            return self._table(number).take(ids - self._first_rows[number], as_stored=as_stored)
+            return self._table(number).take(ids - self._first_rows[number], as_stored=as_stored, only=only)
         numbers: Array = np.searchsorted(self._first_rows, ids, side="right") - 1
         parts: dict[int, dict[str, Array]] = {}
         for number in sorted({int(number) for number in numbers}):
             own = ids[numbers == number] - self._first_rows[number]
-            parts[number] = self._table(number).take(own, as_stored=as_stored)
+            parts[number] = self._table(number).take(own, as_stored=as_stored, only=only)
         taken: dict[str, Array] = {}
         for name, sample in next(iter(parts.values())).items():
             taken[name] = np.empty((len(ids), *sample.shape[1:]), sample.dtype)

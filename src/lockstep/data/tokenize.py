@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lockstep.data.vocabulary import BLANKS, SPECIALS, describe, flat_map, names_beside, special_texts
+from lockstep.data.vocabulary import (
+    BLANKS,
+    SPECIALS,
+    describe,
+    flat_map,
+    names_beside,
+    special_texts,
+    spoken,
+    template_beside,
+)
 from lockstep.errors import DataError, NotFoundError
 from lockstep.runtime.signals import UNSTOPPABLE
 
@@ -52,6 +61,7 @@ class TokenizerFile:
         separator: str,
         where: str = "tokenizer",
         named: Mapping[str, str] | None = None,  # as in tokenizer_config.json
+        chat_template: str | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -62,6 +72,8 @@ class TokenizerFile:
         self.separator_text = separator
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may leave holes
         self.special_texts = special_texts(tokenizer, {"eos_token": separator, **(named or {})})
+        self.named = {"eos_token": separator, **(named or {})}
+        self.chat_template = chat_template
         self._tokenizer = tokenizer
         self._where = where
 
@@ -71,17 +83,27 @@ class TokenizerFile:
         said = "" if plain == self.special_texts else json.dumps(self.special_texts, sort_keys=True)
         return hashlib.sha256(f"{self.separator}\n{said}{self._tokenizer.to_str()}".encode()).hexdigest()
 
+    def definition(self) -> str:
+        """SHA-256 of what decides the ids of a text, whatever lies beside the file."""
+        return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+
     def vocabulary(self) -> Vocabulary:
         """What the ids are, for objectives that have to know."""
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        return describe(
-            self._tokenizer, {role: ids[text] for role, text in self.special_texts.items()}, self.vocab_size
-        )
+        specials = {role: ids[text] for role, text in self.special_texts.items()}
+        said = spoken(self._tokenizer, self.named).items()
+        told = specials | {role: place for role, place in said if place not in specials.values()}
+        return describe(self._tokenizer, told, self.vocab_size, separator=self.separator)
 
     def vocabulary_map(self) -> dict[str, int]:
         """Every token and its id, by id."""
         found = self._tokenizer.get_vocab(with_added_tokens=True)
         return {token: found[token] for token in sorted(found, key=found.__getitem__)}
+
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens as they are spelt; in a text they would stay text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: place for place, token in added.items() if token.special}
 
     def encode(self, texts: list[str]) -> list[Array]:
         """One uint32 array of ids per text."""
@@ -112,6 +134,9 @@ class TokenizerFile:
         """Write tokenizer.json, and tokenizer_config.json that names the separator, as Hugging Face does."""
         marks = self.special_texts if "mask" in self.special_texts else {}
         named = {f"{role}_token": marks[role] for role in ("pad", "cls", "sep", "unk", "mask") if role in marks}
+        if self.chat_template:
+            named |= {key: text for key, text in self.named.items() if key == "bos_token"}
+            named["chat_template"] = self.chat_template
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_text, **named}
         with (folder / "tokenizer.json").open("x", encoding="utf-8") as file:
             file.write(self._tokenizer.to_str(pretty=True))
@@ -326,7 +351,8 @@ def load_tokenizer(path: Path) -> TokenizerFile:
             raise
         return _of_words(flat, where=str(file))
     named = names_beside(file)
-    return TokenizerFile(tokenizer, separator=_separator(tokenizer, file, named), where=str(file), named=named)
+    end, template = _separator(tokenizer, file, named), template_beside(file)
+    return TokenizerFile(tokenizer, separator=end, where=str(file), named=named, chat_template=template)
 
 
 def _of_words(vocab: dict[str, int], *, where: str) -> TokenizerFile:

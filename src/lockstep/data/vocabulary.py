@@ -29,7 +29,11 @@ WELL_KNOWN: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # names i
     "cls": (("cls_token", "bos_token"), ("[CLS]", "<s>", "<cls>")),
     "sep": (("sep_token", "eos_token"), ("[SEP]", "</s>", "<sep>")),
     "unk": (("unk_token",), ("[UNK]", "<unk>")),
-    "mask": (("mask_token",), ("[MASK]", "<mask>")),
+    "mask": (("mask_token",), ("[MASK]", "<mask>", "<|mdm_mask|>", "<|mask|>")),
+}
+SPOKEN: Mapping[str, tuple[str, ...]] = {  # what conversations are made of; told to objectives, marks no places
+    "bos": ("<|startoftext|>", "<|begin_of_text|>", "<s>"),
+    "eot": ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
 }
 BLANKS = ("\u0120", "\u2581")  # stand for the blank before a word: in byte-level tokenizers, and in SentencePiece's
 
@@ -49,6 +53,21 @@ def names_beside(file: Path) -> dict[str, str]:
     if wrong := [key for key, name in plain.items() if not isinstance(name, str)]:
         raise DataError(f"{wrong[0]} is no text", where=str(config))
     return plain
+
+
+def template_beside(file: Path) -> str | None:
+    """The chat template of a tokenizer.json: chat_template.jinja beside it, else in tokenizer_config.json."""
+    own, config = file.with_name("chat_template.jinja"), file.with_name("tokenizer_config.json")
+    try:
+        if own.is_file():
+            return own.read_text(encoding="utf-8")
+        found: Any = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+        if isinstance(found, list):  # several by name
+            named = cast("list[dict[str, Any]]", found)
+            found = next((entry["template"] for entry in named if entry["name"] == "default"), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"no chat template to be read: {error!r}", where=str(file.parent)) from error
+    return found if isinstance(found, str) and found.strip() else None
 
 
 def flat_map(content: str) -> dict[str, int] | None:
@@ -80,9 +99,21 @@ def special_texts(tokenizer: Tokenizer, named: Mapping[str, str]) -> dict[str, s
     return found
 
 
-def describe(tokenizer: Tokenizer, specials: Mapping[str, int], size: int) -> Vocabulary:
+def spoken(tokenizer: Tokenizer, named: Mapping[str, str]) -> dict[str, int]:
+    """bos and eot -> the id, of those that there are."""
+    found: dict[str, int] = {}
+    for role, spellings in SPOKEN.items():
+        candidates = [named["bos_token"], *spellings] if role == "bos" and "bos_token" in named else spellings
+        places = (tokenizer.token_to_id(text) for text in candidates)
+        place = next((place for place in places if place is not None), None)
+        if place is not None:
+            found[role] = place
+    return found
+
+
+def describe(tokenizer: Tokenizer, specials: Mapping[str, int], size: int, *, separator: int = -1) -> Vocabulary:
     """All an objective may have to know."""
-    return Vocabulary(size, dict(specials), _continues(tokenizer, specials, size))
+    return Vocabulary(size, dict(specials), _continues(tokenizer, specials, size), separator)
 
 
 def _continues(tokenizer: Tokenizer, specials: Mapping[str, int], size: int) -> Array:

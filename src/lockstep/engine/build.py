@@ -19,9 +19,9 @@ from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, Sink
 from lockstep.data.loader import Loader, validation_batches
 from lockstep.data.stream import StreamTable
-from lockstep.engine import checkpoint, epochs, feed, legacy, resume, state
+from lockstep.engine import adapters, checkpoint, epoch_files, epochs, feed, legacy, resume, state
 from lockstep.engine.checkpoint import Checkpointer
-from lockstep.engine.choices import speaking
+from lockstep.engine.choices import speaking, with_mask
 from lockstep.engine.council import Council
 from lockstep.engine.feed import Feed
 from lockstep.engine.parts import Parts
@@ -63,6 +63,7 @@ def plan(loaded: Loaded, device: torch.device) -> Plan:
     training = config.training.model_copy(update={"precision": named})
     config = config.model_copy(update={"training": training})
     shape = shapes.resolve(config.model, context_length=config.training.context_length, token=hub_token(config))
+    config = with_mask(config, shape)
     return Plan(config, device, shape, make_objective(config), identity_hash(config))
 
 
@@ -141,13 +142,15 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
     check_same(prepared.key, everyone)
     link.enter("start")
-    plan = replace(plan, objective=speaking(plan.objective, prepared.tokenizer))
+    plan = _with_words(plan, prepared)
     about = describe(plan, prepared.key, world=group.world)
+    config = _with_saved_batch(config, point, about, world=group.world)
     counted, passes, notices = epochs.count(config, prepared.train, world=group.world)
     for notice in notices if everyone.rank == 0 else ():
         logger.warning("%s", notice)
     plan, options = replace(plan, config=counted), counted.training
     stepper, built = make_stepper(plan, group, link)
+    about |= adapters.about_base(stepper.model)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
@@ -181,6 +184,24 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         trace_file=run.profile if config.report.profile and everyone.rank == 0 else None,
     )
     return Assembled(parts, prepared, built, loader)
+
+
+def _with_words(plan: Plan, prepared: Prepared) -> Plan:
+    """The plan with an objective that knows the tokenizer; ids that the model has no row for are refused here."""
+    objective = speaking(plan.objective, prepared.tokenizer)
+    if check_rows := getattr(objective, "check_rows", None):
+        check_rows(plan.shape.vocab_size)
+    return replace(plan, objective=objective)
+
+
+def _with_saved_batch(
+    config: RunConfig, point: resume.ResumePoint | None, about: dict[str, Any], *, world: int
+) -> RunConfig:
+    """Another number of workers keeps the global batch of its checkpoint; what the run is called stays as it was."""
+    if point and (rows := resume.saved_rows(point, config)):
+        config = epochs.with_batch(config, rows, world=world)
+        about["batch_rows"] = epochs.batch_rows(config, world)
+    return config
 
 
 def make_checkpointer(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper, link: Marks) -> Checkpointer:
@@ -292,6 +313,7 @@ def _resume(stepper: Stepper, about: dict[str, Any], point: resume.ResumePoint, 
         if isinstance(belongs, dict) and not allow:
             check_batch(belongs.get("batch_rows"), config, world=about["world"], checkpoint=point.checkpoint)
         resume.check_belongs(belongs, about, checkpoint=point.checkpoint, allow=allow)
+        adapters.check_base(belongs, about, checkpoint=point.checkpoint, model_path=config.model.model_path)
     return state.restore(stepper, saved)
 
 
@@ -317,6 +339,8 @@ def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkp
 def _read_state(stepper: Stepper, path: Path) -> checkpoint.State:
     if path.suffix != ".pt":
         return checkpoint.load(path, stepper.council.group)
-    names = {id(parameter): name for name, parameter in stepper.model.named_parameters()}
-    order = [names[id(parameter)] for parameter in stepper.optimizer.parameters]
-    return legacy.read(path, order)
+    content, names = legacy.load(path), legacy.names_in_order(stepper)
+    if epoch_files.is_one(content):
+        model: Any = stepper.model
+        return epoch_files.read(content, path, shape=model.shape, names=names)
+    return legacy.read(content, path, names)

@@ -19,9 +19,10 @@ from lockstep import __version__
 from lockstep.data.builders import note_progress
 from lockstep.data.cache import write_table
 from lockstep.engine.choices import speaking
-from lockstep.engine.encoding import encoded_in_order, length_of, pieces_of, too_large
+from lockstep.engine.encoding import encoded_in_order, largest_id, length_of, pieces_of, too_large, too_many
 from lockstep.engine.headway import Headway, counted
 from lockstep.errors import DataError
+from lockstep.objectives.options import CausalOptions
 from lockstep.runtime import env
 
 if TYPE_CHECKING:
@@ -60,9 +61,7 @@ class Builder:
             env.changed("TOKENIZERS_PARALLELISM", "true"),  # which workers are told not to use
             Headway(lambda line: note_progress(folder, line), progress=self.config.report.progress) as headway,
         ):
-            split = Split.of(
-                headway.reading(self._documents()), self.config.data.validation_fraction, where=self._place
-            )
+            split = self._split(headway.reading(self._documents()))
             tokenizer = self._tokenizer(split, headway)
             tokenizer.save(folder)
             rows, tokens = self._write_splits(folder, split, tokenizer=tokenizer, headway=headway)
@@ -116,7 +115,18 @@ class Builder:
 
     @property
     def _separated(self) -> bool:
-        return self.config.data.documents != "joined"
+        whole = self._ready_split is not None and self.config.data.documents != "answers"  # windows have no ends
+        return self.config.data.documents != "joined" and not whole
+
+    @property
+    def _ready_split(self) -> frozenset[int] | None:
+        """Hashes of what a source keeps for validation itself; None: it does not."""
+        return getattr(self.source, "held_out", None)
+
+    def _split(self, documents: Iterable[Document]) -> Split:
+        if (held_out := self._ready_split) is not None:
+            return Split.ready(documents, held_out)
+        return Split.of(documents, self.config.data.validation_fraction, where=self._place)
 
     @property
     def _place(self) -> str:
@@ -124,6 +134,8 @@ class Builder:
 
     def _documents(self) -> Iterator[Document]:
         """Those that are used, in the order of the source."""
+        if self._ready_split is not None:
+            return self.source.documents()
         words = self.config.data.min_words
         long = (document for document in self.source.documents() if has_words(document, words))
         return islice(long, self.config.data.max_train_samples)
@@ -148,6 +160,8 @@ class Builder:
                 hint="data.tokenizer_name=FOLDER with the tokenizer they were made with, or bytes",
             )
         assert tokenizer.vocab_size <= self.vocab_limit
+        if split.held_out is not None and split.largest_id is not None and split.largest_id >= self.vocab_limit:
+            raise too_many(split.largest_id, self.vocab_limit)  # whatever the tokenizer: it may stand in for another
         if split.largest_id is not None and split.largest_id >= tokenizer.vocab_size:
             raise too_large(split.largest_id, tokenizer.vocab_size)
         return tokenizer
@@ -178,10 +192,14 @@ class Builder:
         return rows, tokens
 
     def _too_little(self, name: str, documents: int, tokens: int) -> TooLittleText:
-        pads = self.config.objective.marks_places  # a row that is not full is no less a row
-        need = 1 if pads else self.config.training.context_length + 1
+        objective, length = self.config.objective, self.config.training.context_length
+        shifted = isinstance(objective, CausalOptions)  # each token is the target of the one before it
+        pads = objective.marks_places or self.config.data.documents == "answers"  # a row need not be full
+        need = 1 if pads else length + shifted
         smaller = (
-            f"training.context_length={max(1, tokens - 1)} or less" if tokens > 1 else "data.data_path with more text"
+            f"training.context_length={max(1, tokens - shifted)} or less"
+            if tokens > shifted
+            else "data.data_path with more text"
         )
         other = "data.validation_fraction with more" if name == "validation" else "more text"
         return TooLittleText(
@@ -198,6 +216,18 @@ class Split:
     threshold: int
     counts: Mapping[str, int]
     largest_id: int | None = None  # of documents that are ids; None: all are text
+    held_out: frozenset[int] | None = None  # hashes, where a source says it itself
+
+    @staticmethod
+    def ready(documents: Iterable[Document], held_out: frozenset[int]) -> Split:
+        """The split that a source brings with it."""
+        counts: dict[str, int] = dict.fromkeys(SPLITS, 0)
+        largest = -1
+        for document in documents:
+            counts[SPLITS[document_hash(document) in held_out]] += 1
+            if not isinstance(document, str):
+                largest = max(largest, largest_id(document))
+        return Split(0, counts, largest if largest >= 0 else None, held_out)
 
     @staticmethod
     def of(documents: Iterable[Document], fraction: float, *, where: str = "data") -> Split:
@@ -207,8 +237,8 @@ class Split:
         def hashed() -> Iterator[int]:
             nonlocal largest
             for document in documents:
-                if not isinstance(document, str) and len(document):
-                    largest = max(largest, int(document.max()))
+                if not isinstance(document, str):
+                    largest = max(largest, largest_id(np.asarray(document)))
                 yield document_hash(document)
 
         hashes = np.fromiter(hashed(), np.uint64)
@@ -226,7 +256,8 @@ class Split:
 
     def holds_out(self, document: Document) -> bool:
         """Whether a document is kept for validation."""
-        return document_hash(document) <= self.threshold
+        found = document_hash(document)
+        return found <= self.threshold if self.held_out is None else found in self.held_out
 
     def texts(self, documents: Iterable[Document], name: str) -> Iterator[Document]:
         """The documents of one side."""

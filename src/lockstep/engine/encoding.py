@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep.contracts import PROMPT
+from lockstep.data.chat import Exchange, encode_exchanges
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:
@@ -77,16 +79,27 @@ def batches_of(documents: Iterable[Document], characters: int) -> Iterator[list[
 
 
 def encode(tokenizer: TokenizerFile, documents: list[Document]) -> list[Array]:
-    """The ids of each document; ids that are ready are looked over."""
-    encoded = iter(tokenizer.encode([document for document in documents if isinstance(document, str)]))
-    return [
-        next(encoded) if isinstance(document, str) else _looked_over(document, tokenizer.vocab_size)
-        for document in documents
-    ]
+    """The ids of each document, those of prompts marked as such; ids that are ready are looked over."""
+    exchanges = [document for document in documents if isinstance(document, Exchange)]
+    talks = iter(encode_exchanges(tokenizer, exchanges) if exchanges else ())
+    texts = [document for document in documents if isinstance(document, str) and not isinstance(document, Exchange)]
+    encoded = iter(tokenizer.encode(texts))
+
+    def of(document: Document) -> Array:
+        if isinstance(document, Exchange):
+            return next(talks)
+        return next(encoded) if isinstance(document, str) else _looked_over(document, tokenizer.vocab_size)
+
+    return [of(document) for document in documents]
+
+
+def largest_id(ids: Array) -> int:
+    """Of ready ids, those of prompts among them; -1: there are none."""
+    return int((ids & (PROMPT - 1) if ids.dtype == np.uint32 else ids).max()) if len(ids) else -1
 
 
 def _looked_over(ids: Array, vocab_size: int) -> Array:
-    largest = int(ids.max()) if len(ids) else 0
+    largest = largest_id(np.asarray(ids))
     if largest >= vocab_size:
         raise too_large(largest, vocab_size)
     return np.asarray(ids, np.uint32)
@@ -98,6 +111,15 @@ def too_large(largest: int, vocab_size: int) -> DataError:
         f"the files hold token ids up to {largest}, the ids of the tokenizer end at {vocab_size - 1}",
         where="data.data_path",
         hint="data.tokenizer_name=FOLDER with the tokenizer they were made with",
+    )
+
+
+def too_many(largest: int, rows: int) -> DataError:
+    """Ready ids that the model has no row for."""
+    return DataError(
+        f"the files hold token ids up to {largest}, the embedding of the model has {rows} rows (0 to {rows - 1})",
+        where="data.data_path",
+        hint="the model they were made for, or prepare the text for this one",
     )
 
 
@@ -172,7 +194,7 @@ def encoded_in_order(documents: Iterable[Document], tokenizer: TokenizerFile) ->
 def _parts(batch: list[Document]) -> Iterator[list[Document]]:
     """What is encoded together: the batch, or a piece of its only document."""
     text = batch[0]
-    if len(batch) == 1 and isinstance(text, str) and len(text) > WHOLE_CHARACTERS:
+    if len(batch) == 1 and type(text) is str and len(text) > WHOLE_CHARACTERS:  # an exchange is not cut
         for piece in pieces_of(text, PIECE_CHARACTERS):
             yield [piece]
     else:

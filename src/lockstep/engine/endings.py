@@ -15,10 +15,9 @@ from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
 from lockstep.engine import loop
 from lockstep.engine.parts import Parts
-from lockstep.engine.present import memory_estimate, resume_command
+from lockstep.engine.present import resume_command
 from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped
 from lockstep.launch.link import Link
-from lockstep.models.shapes import Shape
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, hardware
 from lockstep.runtime.group import is_lost_peer
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 TRACE_LINES = 20
 KINDS: dict[type[BaseException], str] = {NonFiniteError: "nonfinite", MemoryShortageError: "memory"}
-HOPELESS = 2  # times the free memory: the estimate of activations is not that far off
 
 
 def explain(error: BaseException, config: RunConfig, device: torch.device) -> BaseException:
@@ -52,25 +50,6 @@ def explain(error: BaseException, config: RunConfig, device: torch.device) -> Ba
         where=hardware.device_name(device),
         hint="--training.batch-size 1 with more grad_accum_nums, --gradient-checkpointing, or a shorter context_length",
     )
-
-
-def check_memory(config: RunConfig, shape: Shape, device: torch.device, *, shards: int = 1) -> None:
-    """Refuse what cannot fit before anything is allocated: on the CPU the kernel would end the run without a word."""
-    need = memory_estimate(config, shape, compiled=device.type == "cuda", shards=shards)
-    free = hardware.free_memory_bytes(device)
-    total, states, room = (count / 2**30 for count in (need.total, need.states, free))
-    text = (
-        f"{shape.parameters():,} parameters need about {total:.1f} GiB, {states:.1f} GiB of it for weights, gradients "
-        f"and AdamW moments; {room:.1f} GiB are free"
-    )
-    if need.states > free or (device.type == "cpu" and need.total > HOPELESS * free):
-        raise LockstepError(
-            f"the model does not fit: {text}",
-            where=hardware.device_name(device),
-            hint="a smaller training.batch_size, fewer model.num_layers, another model.model_path, or --preset demo",
-        )
-    if need.total > free:
-        logger.warning("This may not fit: %s; --training.batch-size 1 or --gradient-checkpointing need less", text)
 
 
 def point_to_resuming(error: BaseException, run: RunDir) -> None:

@@ -8,6 +8,7 @@ seen by then and which are the same for all: ranks, and runs that go on later, e
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +20,9 @@ from lockstep.engine.options import EpochTrainingOptions, TrainingOptions
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.data.cache import Table
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,20 +82,45 @@ def count(config: RunConfig, table: Table | StreamTable, *, world: int) -> tuple
         return config, None, []
     if not options.epochs:
         return _with_steps(config, options, options.max_steps), None, []
-    batch_rows = world * options.batch_size * options.grad_accum_nums
+    rows = batch_rows(config, world)
     asked, limit = Fraction(repr(options.epochs)), options.max_steps
-    epochs = Epochs(asked, table, batch_rows, limit, expected_rows=expected_rows(config, table))
+    epochs = Epochs(asked, table, rows, limit, expected_rows=expected_rows(config, table))
     steps, notices = epochs.steps_for(epochs.expected_rows), list[str]()
     if isinstance(table, StreamTable) and not table.is_short:
         notices.append(
             f"How long the stream is shows at its end: the learning rate is planned for about "
             f"{epochs.expected_rows:,} rows, {steps:,} steps"
         )
-    uncapped = math.ceil(asked * epochs.expected_rows / batch_rows)
+    uncapped = math.ceil(asked * epochs.expected_rows / rows)
     if uncapped > limit:
         words = "epoch does" if options.epochs == 1 else "epochs do"
         notices.append(f"training.max_steps {limit:,} ends the run before its {options.epochs:g} {words}")
     return _with_steps(config, options, steps), epochs, notices
+
+
+def batch_rows(config: RunConfig, world: int) -> int:
+    """Rows of the global batch."""
+    return world * config.training.batch_size * config.training.grad_accum_nums
+
+
+def with_batch(config: RunConfig, rows: int, *, world: int) -> RunConfig:
+    """The same with a global batch of so many rows, on another number of workers: no micro-batch grows.
+
+    Unchanged where they cannot be shared out equally.
+    """
+    if rows == batch_rows(config, world) or rows % world:
+        return config
+    own, most = rows // world, config.training.batch_size
+    micro = max(size for size in range(1, min(own, most) + 1) if own % size == 0)
+    logger.info(
+        "The global batch stays %d rows: %d workers x batch_size %d x grad_accum_nums %d",
+        rows,
+        world,
+        micro,
+        own // micro,
+    )
+    training = config.training.model_copy(update={"batch_size": micro, "grad_accum_nums": own // micro})
+    return config.model_copy(update={"training": training})
 
 
 def _with_steps(config: RunConfig, options: EpochTrainingOptions, steps: int) -> RunConfig:

@@ -8,24 +8,48 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.config.schema import RunConfig
-from lockstep.contracts import Batch
+from lockstep.contracts import Batch, Objective
 from lockstep.models.shapes import Shape
+from lockstep.runtime.group import Group
 
 TOLERANCE = 0.1
 STANDARD_ERRORS = 4
 
 
-def foreseen(config: RunConfig, shape: Shape, batches: Sequence[Batch]) -> tuple[float, float]:
-    """(the loss to be expected of the first step, how much more or less is still chance)."""
+def foreseen(
+    config: RunConfig,
+    shape: Shape,
+    batches: Sequence[Batch],
+    *,
+    objective: Objective | None = None,
+    group: Group | None = None,
+) -> tuple[float, float]:
+    """(the loss to be expected of the first step, how much more or less is still chance).
+
+    Where tokens have weights, their sum is known and no chance; where ids are forbidden, only the others are guessed.
+    """
     std = config.model.head_init_std or config.model.init_std
     spread = std * math.sqrt(shape.hidden_size)  # of a logit: after the last norm |h| is sqrt(d)
-    allowed = TOLERANCE + STANDARD_ERRORS * spread / math.sqrt(max(1.0, _independent(batches)))
-    return shape.first_loss(std), allowed
+    room = STANDARD_ERRORS * spread / math.sqrt(max(1.0, _independent(batches)))
+    possible: int = getattr(objective, "possible_ids", shape.vocab_size)
+    share = _weighted_share(batches, group or Group())
+    return (shape.first_loss(std) + math.log(possible / shape.vocab_size)) * share, TOLERANCE + room * share
+
+
+def _weighted_share(batches: Sequence[Batch], group: Group) -> float:
+    """The weights of the tokens of all ranks over what their sum is divided by; 1 where no token has its own."""
+    if any("token_weights" not in batch.tensors for batch in batches):
+        return 1.0
+    total = math.fsum(float(batch.tensors["token_weights"].double().sum()) for batch in batches)
+    told = group.gather([total, sum(batch.weights["loss"] for batch in batches)])
+    return math.fsum(each[0] for each in told) / max(1, sum(each[1] for each in told))
 
 
 def _independent(batches: Sequence[Batch]) -> float:
     """How many logits the mean is over. Untrained, all blanks look alike: a frequent word does not count more."""
     if any("places" not in batch.tensors for batch in batches):
         return sum(batch.tokens for batch in batches)
-    counts = torch.bincount(torch.cat([batch.tensors["targets"] for batch in batches])).double()
-    return float(counts.sum() ** 2 / counts.square().sum().clamp_min(1))
+    targets = torch.cat([batch.tensors["targets"] for batch in batches])
+    weights = [batch.tensors.get("token_weights", torch.ones(len(batch.tensors["targets"]))) for batch in batches]
+    counts = torch.bincount(targets, weights=torch.cat(weights).double())
+    return float(counts.sum() ** 2 / counts.square().sum().clamp_min(1e-30))

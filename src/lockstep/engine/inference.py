@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import registry, rundir
+from lockstep import rundir
 from lockstep.config.load import from_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Objective, SampleOptions, Tokenizer
 from lockstep.data.tokenize import CONTINUED, SPECIALS, TokenizerFile, load_tokenizer
+from lockstep.engine import adapters
+from lockstep.engine.build import make_objective
 from lockstep.engine.checkpoint import MODEL, verify
 from lockstep.engine.choices import speaking
+from lockstep.engine.denoising import Speaker
 from lockstep.engine.resume import point_of_run, read_about
 from lockstep.engine.shards import Stored
 from lockstep.errors import ConfigError
 from lockstep.models import hf, shapes
 from lockstep.models.build import Model
 from lockstep.models.build import build as build_model
+from lockstep.objectives.diffusion import Diffusion
 from lockstep.runtime.hardware import pick_device
 
 MASK = SPECIALS["mask_token"]
 SHOWN_WORDS = 5  # for each blank
 GREEDY = SampleOptions(temperature=0)
+FLAGS = {"forbid_eos": "no_eos"}  # that are not called as their fields are
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Trained:
     objective: Objective
     shape: shapes.AnyShape
     checkpoint: Path
+    context_length: int  # of the rows it has learnt
 
 
 def load_run(path: Path, *, device: str = "auto", documents_apart: bool = False) -> Trained:
@@ -49,18 +56,24 @@ def load_run(path: Path, *, device: str = "auto", documents_apart: bool = False)
     about = read_about(checkpoint)
     config = from_dict(about["config"])
     shape = shapes.from_hf(about["shape"])
-    model = _bare_model(config, shape, pick_device(device, 0), documents_apart=documents_apart)
-    _fill(model, Stored(checkpoint, MODEL))
+    place = pick_device(device, 0)
+    if adapters.has_additions(config):
+        model = adapters.load_merged(config, shape, checkpoint, place, documents_apart=documents_apart)
+    else:
+        model = _bare_model(config, shape, place, documents_apart=documents_apart)
+        _fill(model, Stored(checkpoint, MODEL))
     tokenizer = load_tokenizer(checkpoint)
-    objective = speaking(registry.load("objectives", config.objective.name, "build")(config.objective), tokenizer)
-    return Trained(model.eval(), tokenizer, objective, shape, checkpoint)
+    objective = speaking(make_objective(config), tokenizer)
+    return Trained(model.eval(), tokenizer, objective, shape, checkpoint, config.training.context_length)
 
 
 def _bare_model(
     config: RunConfig, shape: shapes.AnyShape, place: torch.device, *, documents_apart: bool, seed: int = 0
 ) -> Model:
     """The model of a run with random first weights, for use and not for training."""
-    plain = config.model.model_copy(update={"init": "random", "compile": "off", "attention_backend": "auto"})
+    without = {"lora_rank": 0} if adapters.has_additions(config) else {}
+    kept = {"init": "random", "compile": "off", "attention_backend": "auto", **without}
+    plain = config.model.model_copy(update=kept)
     return build_model(
         plain,
         shape,
@@ -167,20 +180,47 @@ def _continuation(tokenizer: Tokenizer, prompt: str, ids: list[int], added: list
 
 
 def sample_run(path: Path, prompt: str, given: Mapping[str, Any]) -> str:
-    """`lockstep sample RUN "prompt"`; `given` are fields of SampleOptions, the others are as suits the model."""
+    """`lockstep sample RUN "prompt"`; `given` are fields of the sampler's options, the others are as suits the model.
+
+    On a terminal a diffusion model is seen at work.
+    """
     trained = load_run(path)
+    if isinstance(trained.objective, Diffusion):
+        speaker = Speaker(trained.model, trained.objective, trained.tokenizer, trained.context_length)
+        return speaker.text(prompt, given, sys.stdout)
+    refuse_others(given, path)
     what = (trained.model, trained.objective, trained.tokenizer, prompt)
     if hasattr(trained.objective, "fill"):
         return "\n".join(fill_blanks(*what, dataclasses.replace(GREEDY, **given)).lines())
     return continue_text(*what, SampleOptions(stop=(trained.tokenizer.separator,), **given))
 
 
+def refuse_others(given: Mapping[str, Any], path: Path) -> None:
+    """Flags of a sampler that is not this model's."""
+    known = {field.name for field in dataclasses.fields(SampleOptions)}
+    if others := [name for name in given if name not in known]:
+        raise ConfigError(
+            "is for masked diffusion (family llada), and this run is of another",
+            where=f"--{FLAGS.get(others[0], others[0]).replace('_', '-')}",
+            hint=f'lockstep sample {path} "..." without it',
+        )
+
+
 def export_run(path: Path, folder: Path, dtype: str = "fp32") -> Path:
-    """`lockstep export RUN --to hf`: a folder that transformers loads."""
+    """`lockstep export RUN --to hf`: a folder that transformers loads. Additions become part of the weights."""
     trained = load_run(path, device="cpu")
     tokenizer = trained.tokenizer
     specials = tokenizer.vocabulary().specials
-    shape = shapes.with_tokens(trained.shape, separator=tokenizer.separator, specials=specials)
+    mask = getattr(trained.objective, "mask", None)
+    shape = shapes.with_tokens(trained.shape, separator=tokenizer.separator, specials=specials, mask=mask)
     tokenizer_file = trained.checkpoint / "tokenizer.json"
     hf.export(trained.model, shape, folder, dtype=dtype, tokenizer_file=tokenizer_file)
     return folder
+
+
+def export_adapter(path: Path, folder: Path) -> Path:
+    """`lockstep export RUN --to peft`: the additions of a LoRA run, for the peft package."""
+    checkpoint = path if (path / rundir.MANIFEST).is_file() else point_of_run(path).checkpoint
+    verify(checkpoint)
+    about = read_about(checkpoint)
+    return adapters.export_adapter(from_dict(about["config"]), shapes.from_hf(about["shape"]), checkpoint, folder)

@@ -12,7 +12,7 @@ import torch
 
 from lockstep import rundir
 from lockstep.engine.checkpoint import State
-from lockstep.engine.optimizer import MOMENTS
+from lockstep.engine.moments import MOMENTS, SCALES
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError, NotFoundError
@@ -23,6 +23,7 @@ from lockstep.runtime.parallel import is_sharded, whole
 logger = logging.getLogger(__name__)
 
 EXTRA_KEY = "lockstep"  # beside the documented keys: what makes a resume from this file exact
+NOT_EXACT = "This file holds only the documented keys: going on from it is not bit-exact"
 
 
 def write(
@@ -53,7 +54,8 @@ def _whole(stepper: Stepper, state: State, moments: dict[str, Any], *, keep: boo
     state = State(gathered(state.model), gathered(state.optimizer), state.run)
     if keep:
         for place, name in enumerate(names_in_order(stepper)):
-            moments["state"][place] |= {kind: state.optimizer[f"{kind}.{name}"] for kind in MOMENTS}
+            kinds = [kind for kind in (*MOMENTS, *SCALES) if kind in moments["state"][place]]
+            moments["state"][place] |= {kind: state.optimizer[f"{kind}.{name}"] for kind in kinds}
     return state, moments
 
 
@@ -101,19 +103,24 @@ def _write(
         raise rundir.io_error(os_error, path, doing="saving a checkpoint") from error
 
 
-def read(path: Path, names: list[str]) -> State:
-    """The state in a documented file. `names`: the model's parameters in optimizer order."""
+def load(path: Path) -> Any:
+    """What a .pt file holds: plain values and tensors, or it is refused."""
     if not path.is_file():
         raise NotFoundError("no such checkpoint", where=str(path))
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"foreign or damaged file, refused: {reason[:200]}", where=str(path)) from error
+
+
+def read(content: Any, path: Path, names: list[str]) -> State:
+    """The state in a documented file. `names`: the model's parameters in optimizer order."""
     try:
         slots = content["optimizer_state_dict"]["state"]
         present = [(slots[index], name) for index, name in enumerate(names) if index in slots]  # another model: fewer
         moments = {f"{kind}.{name}": slot[kind] for slot, name in present for kind in MOMENTS}
+        moments |= {f"{kind}.{name}": slot[kind] for slot, name in present for kind in SCALES if kind in slot}
         run = dict(content[EXTRA_KEY]) if EXTRA_KEY in content else _documented_run(content)
         return State(dict(content["model_state_dict"]), moments, run)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
@@ -122,7 +129,7 @@ def read(path: Path, names: list[str]) -> State:
 
 def _documented_run(content: dict[str, Any]) -> dict[str, Any]:
     """The counts that a file of another program holds: enough to go on, not enough for the same bits."""
-    logger.warning("This file holds only the documented keys: going on from it is not bit-exact")
+    logger.warning("%s", NOT_EXACT)
     step = int(content["global_step"])
     applied = int(content["scheduler_state_dict"]["last_epoch"])
     scaler = content.get("scaler_state_dict")

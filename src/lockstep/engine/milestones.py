@@ -101,8 +101,8 @@ def write_results(parts: Parts) -> None:
     """The documented result files, where they are wanted. All ranks call it."""
     if parts.saves and parts.config.report.results_dir:
         parts.link.enter("save")
-        folder = results.write(parts)
-        parts.tell("results", step=parts.progress.step, path=str(folder), family=parts.config.family)
+        if place := results.write(parts):
+            parts.tell("results", step=parts.progress.step, path=str(place), family=parts.config.family)
     parts.epoch_began = time.perf_counter()  # the next one has not begun before
 
 

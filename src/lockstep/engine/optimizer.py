@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.engine.moments import FIRST, SECOND
 from lockstep.engine.options import TrainingOptions
 from lockstep.runtime.parallel import is_sharded, local
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class AdamW:
 
     def __init__(self, model: nn.Module, options: TrainingOptions, device: torch.device) -> None:
         self.options = options
+        self.kind: str = "fp32"
         self.lr = torch.zeros((), device=device)
         self.applied = torch.zeros((), device=device)  # updates that took effect; exact in float32 up to 2^24
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -40,8 +40,9 @@ class AdamW:
         plain = [item for item in trained if item.ndim < 2 or id(item) in embeddings]
         exempt = {id(item) for item in plain}
         decayed = [item for item in trained if id(item) not in exempt]
+        self.states = {id(item): self._make_states(item) for item in (*decayed, *plain)}
         self.groups = [
-            Group(items, _zeros_like(items), _zeros_like(items), decay)
+            Group(items, self._kept(items, FIRST), self._kept(items, SECOND), decay)
             for items, decay in ((decayed, options.weight_decay), (plain, 0.0))
             if items
         ]
@@ -53,12 +54,15 @@ class AdamW:
         return [parameter for group in self.groups for parameter in group.parameters]
 
     def moments(self) -> dict[int, dict[str, torch.Tensor]]:
-        """id(parameter) -> its two moments, live."""
-        return {
-            id(parameter): {"exp_avg": first, "exp_avg_sq": second}
-            for group in self.groups
-            for parameter, first, second in zip(group.parameters, group.exp_avgs, group.exp_avg_sqs, strict=True)
-        }
+        """id(parameter) -> its two moments, and their scales where there are any; live."""
+        return self.states
+
+    def _kept(self, parameters: list[nn.Parameter], kind: str) -> list[torch.Tensor]:
+        return [self.states[id(parameter)][kind] for parameter in parameters]
+
+    def _make_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of a parameter in shards: for the part that lies here."""
+        return {kind: torch.zeros_like(local(parameter)) for kind in (FIRST, SECOND)}
 
     @torch.no_grad()
     def step(self, divisor: torch.Tensor, skip: torch.Tensor) -> None:
@@ -103,8 +107,8 @@ class AdamW:
         groups: list[dict[str, Any]] = []
         for group in self.groups:
             places = range(len(state), len(state) + len(group.parameters))
-            for place, first, second in zip(places, group.exp_avgs, group.exp_avg_sqs, strict=True):
-                state[place] = {"step": self.applied, "exp_avg": first, "exp_avg_sq": second}
+            for place, parameter in zip(places, group.parameters, strict=True):
+                state[place] = {"step": self.applied, **self.states[id(parameter)]}
             groups.append(
                 {
                     "params": list(places),
@@ -117,8 +121,3 @@ class AdamW:
                 }
             )
         return {"state": state, "param_groups": groups}
-
-
-def _zeros_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Of a parameter in shards: for the part that lies here."""
-    return [torch.zeros_like(local(parameter)) for parameter in parameters]

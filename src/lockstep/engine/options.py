@@ -26,6 +26,9 @@ class TrainingOptions(Section, frozen=True):
     adam_beta1: float = setting(0.9, "AdamW beta 1.", ge=0, lt=1)
     adam_beta2: float = setting(0.999, "AdamW beta 2.", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, "AdamW epsilon.", gt=0, le=1)
+    optimizer_states: Literal["fp32", "bf16", "int8"] = setting(
+        "fp32", "What AdamW keeps its two moments in: 8, 4 or 2 bytes a parameter; below fp32 rounded at random."
+    )
     max_grad_norm: float = setting(1.0, "Clip the gradient to this norm; 0 or less: no clipping.", le=1e9, ge=-1e9)
     precision: Precision = setting(
         "auto",

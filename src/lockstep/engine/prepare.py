@@ -13,9 +13,11 @@ from lockstep import registry
 from lockstep.data.cache import Table, key_of, open_or_build
 from lockstep.data.stream import StreamTable
 from lockstep.data.tokenize import TokenizerFile, load_tokenizer
+from lockstep.engine import windows
 from lockstep.engine.building import Builder
 from lockstep.engine.choices import (
     TRAINED,
+    Room,
     cache_roots,
     choose_source,
     choose_tokenizer,
@@ -23,6 +25,7 @@ from lockstep.engine.choices import (
     is_of_hub,
     is_own,
     key_parts,
+    with_mask,
 )
 from lockstep.engine.streaming import build_head
 from lockstep.errors import DataError
@@ -61,10 +64,10 @@ def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Pre
         options,
         source,
         model_path=config.model.model_path,
-        vocab_limit=vocab_limit,
+        room=Room.of(config, vocab_limit),
         marks_places=config.objective.marks_places,
     )
-    notices = (choice.notice,) if choice.notice else ()
+    notices = tuple(filter(None, (choice.notice, windows.check(config, source, choice, rows=vocab_limit))))
     told = logging.INFO if env.detect().rank == 0 else logging.DEBUG  # the same for every worker: one tells it
     for notice in notices:
         logger.log(logging.WARNING if told == logging.INFO else told, notice)
@@ -133,7 +136,7 @@ def is_prepared(config: RunConfig) -> bool:
         options,
         source,
         model_path=config.model.model_path,
-        vocab_limit=shape.vocab_size,
+        room=Room.of(with_mask(config, shape), shape.vocab_size),
         marks_places=config.objective.marks_places,
     )
     key = key_of(key_parts(config, objective.columns_of(options.documents), source=source, choice=choice))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 import shutil
@@ -16,19 +15,18 @@ from lockstep.data.cache import Table
 from lockstep.data.stream import StreamTable
 from lockstep.engine.build import Assembled, Plan
 from lockstep.engine.parts import Parts
-from lockstep.models.shapes import Memory, Shape, memory_bytes
-from lockstep.report.words import Banner, Summary
+from lockstep.models.shapes import Lora, Memory, Shape, Sharing, memory_bytes
+from lockstep.report.words import USUAL, WORDINGS, Banner, Summary
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware
-
-OUTCOMES = {"mlm": "MLM pre-training completed!"}  # as documented, where the usual words are others
 
 
 def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> Banner:
     """The facts before the first step."""
     config, shape, epochs = planned.config, planned.shape, assembled.parts.epochs
     options = assembled.parts.config.training  # with the steps counted
-    memory = memory_estimate(config, shape, compiled=assembled.built.compiled)
+    parted = shards(config.system.mode, env.detect())
+    memory = memory_estimate(config, shape, compiled=assembled.built.compiled, shards=parted)
     total = hardware.total_memory_bytes(planned.device)
     label = env.detect().tag
     return Banner(
@@ -56,6 +54,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         version=lockstep.__version__,
         epochs=epochs.count if epochs else 0,
         epoch_steps=epochs.epoch_steps_after(assembled.parts.progress.step) if epochs else 0.0,
+        vocab_size=shape.vocab_size,
     )
 
 
@@ -91,16 +90,25 @@ def workers_banner(planned: Plan, world: int) -> list[str]:
 
 def memory_estimate(config: RunConfig, shape: Shape, *, compiled: bool, shards: int = 1) -> Memory:
     """What this configuration will need on one device."""
-    whole = memory_bytes(
+    standing = shards == 1 and config.system.mode == "ddp" and env.detect().world > 1
+    return memory_bytes(
         shape,
         batch_size=config.training.batch_size,
         context_length=config.training.context_length,
         dtype_name=config.training.precision,
         checkpointing=config.system.gradient_checkpointing,
         compiled=compiled,
+        optimizer_states=config.training.optimizer_states,
+        lora=Lora.of(config.model),
+        sharing=Sharing(shards, standing_gradients=standing),
     )
-    cut = {name: getattr(whole, name) // shards for name in ("weights", "gradients", "moments")}
-    return dataclasses.replace(whole, **cut) if shards > 1 else whole
+
+
+def shards(mode: str, place: env.Env) -> int:
+    """In how many parts the state of the model is cut."""
+    if mode == "hsdp":
+        return place.local_world if place.nodes > 1 else max(1, place.world // 2)
+    return place.world if mode == "fsdp" else 1
 
 
 def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
@@ -109,9 +117,10 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
     fills = hasattr(parts.stepper.objective, "fill") and "[MASK]" not in parts.config.report.sample_prompt
     prompt = shlex.quote("the [MASK] of" if fills else parts.config.report.sample_prompt.strip() or "The")
     rate = pace.tokens / pace.seconds if pace.seconds else 0.0
-    family = parts.config.family
+    words = WORDINGS.get(parts.config.family, USUAL)
     return Summary(
-        outcome=OUTCOMES.get(family, Summary.outcome),
+        outcome=words.outcome,
+        best_val_loss=best_val_loss(parts) if words.best else None,
         steps=parts.progress.step,
         loss=parts.last.loss if parts.last else math.nan,
         first_loss=pace.first_loss,
@@ -129,6 +138,12 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
             *([f"{callable_as('tensorboard')} --logdir {tb}"] if parts.config.report.tensorboard else []),
         ),
     )
+
+
+def best_val_loss(parts: Parts) -> float | None:
+    """Of all epochs that have ended; of a run that counts in steps only, the last."""
+    known = [loss for loss in parts.progress.val_losses if loss is not None]
+    return min(known, default=parts.known_val_loss)
 
 
 def settings(loaded: Loaded) -> str:

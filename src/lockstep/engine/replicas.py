@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.engine.optimizer import MOMENTS
 from lockstep.engine.parts import Parts
+from lockstep.engine.state import trained
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.health.fingerprint import digest_model
 from lockstep.runtime import env
@@ -38,8 +38,9 @@ def compare(parts: Parts, group: Group, *, mode: str) -> None:
     if mode != "replicas" or group.world == 1:
         return
     moments = parts.stepper.optimizer.moments()
-    named = list(parts.stepper.model.named_parameters())
-    tensors = [*named, *((f"{kind}.{name}", moments[id(tensor)][kind]) for name, tensor in named for kind in MOMENTS)]
+    named = trained(parts.stepper.model)
+    kept = ((f"{kind}.{name}", held) for name, tensor in named.items() for kind, held in moments[id(tensor)].items())
+    tensors = [*named.items(), *kept]
     loss = parts.last.loss.hex() if parts.last else ""
     mine = {"tag": env.detect().tag, "result": f"{digest_model(tensors)} {loss}"}
     told = group.gather(mine)

@@ -1,14 +1,19 @@
-"""The documented result files: weights, vocabulary, loss history and its picture. Each appears whole or not at all."""
+"""The documented result files of each family. Each appears whole or not at all.
+
+The usual ones are four: weights, vocabulary, loss history and its picture.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep import rundir
+from lockstep.engine import epoch_files
 from lockstep.engine.parts import Parts
 from lockstep.models.encoder import Encoder
 from lockstep.models.microbert import seed_names
@@ -20,8 +25,12 @@ logger = logging.getLogger(__name__)
 VOCABULARY, PICTURE = "tokenizer.json", "training_history.png"
 
 
-def write(parts: Parts) -> Path:
-    """All four files of a run, as it stands. All ranks call it, rank 0 writes."""
+def write(parts: Parts) -> Path | None:
+    """The files of the family, as the run stands; where they lie, None if none was due. All ranks call it."""
+    return WRITERS.get(parts.config.family, _write_usual)(parts)
+
+
+def _write_usual(parts: Parts) -> Path:
     assert parts.config.report.results_dir
     folder, group = Path(parts.config.report.results_dir), parts.council.group
     weights = _weights(parts, keep=group.rank == 0)
@@ -30,7 +39,9 @@ def write(parts: Parts) -> Path:
 
 
 def files(family: str) -> tuple[str, ...]:
-    """What the result folder of a family holds."""
+    """What the result folder of a family holds, as patterns."""
+    if family in WRITERS:
+        return "checkpoint_epoch_*.pt", "stats_epoch_*.json"
     return f"{family}_model.pth", VOCABULARY, f"{family}_training_history.json", PICTURE
 
 
@@ -91,3 +102,6 @@ def _drawn(told: dict[str, list[float | None]], family: str) -> bytes | None:
     except Exception as error:
         logger.warning("No %s: %s: %s", PICTURE, type(error).__name__, error)
         return None
+
+
+WRITERS: dict[str, Callable[[Parts], Path | None]] = {"llada": epoch_files.write}  # of files that are not the usual

@@ -121,6 +121,13 @@ def check_early(point: ResumePoint, identity: Mapping[str, Any], *, allow: bool)
         refuse(identity_diff(about["identity"], dict(identity)), checkpoint=point.checkpoint, allow=False)
 
 
+def saved_rows(point: ResumePoint, config: RunConfig) -> int | None:
+    """Rows of the global batch that a checkpoint was trained with, where this run is to keep them."""
+    if config.checkpoint.allow_mismatch or point.checkpoint.suffix == ".pt":
+        return None
+    return read_about(point.checkpoint).get("batch_rows")
+
+
 def read_about(checkpoint: Path) -> Mapping[str, Any]:
     """What a checkpoint folder says it belongs to."""
     try:

@@ -9,13 +9,16 @@ import numpy as np
 from lockstep.contracts import SampleOptions
 from lockstep.engine import inference
 from lockstep.engine.build import Assembled
+from lockstep.engine.denoising import Speaker
 from lockstep.engine.parts import Parts
 from lockstep.errors import LockstepError
+from lockstep.objectives.diffusion import Diffusion
 from lockstep.runtime.marks import Marks
 
 logger = logging.getLogger(__name__)
 
 EXAMPLES = 3  # rows of the validation text with a blank each
+ANSWER = "→ "  # stands before what the model answers
 FEWEST_WORDS, EXAMPLE_WORDS = 4, 12  # of one example
 
 
@@ -31,6 +34,8 @@ def draw_sample(parts: Parts, assembled: Assembled, link: Marks) -> str:
     every_token = model.register_forward_pre_hook(lambda *_: link.enter("evaluate"))
     try:
         with parts.stepper.precision.context():
+            if isinstance(objective, Diffusion):
+                return uncovered(parts, assembled, objective)
             if not hasattr(objective, "fill"):
                 return inference.continue_text(model, objective, tokenizer, report.sample_prompt, options)
             prompts = [report.sample_prompt] if inference.MASK in report.sample_prompt else blanks(assembled)
@@ -43,6 +48,18 @@ def draw_sample(parts: Parts, assembled: Assembled, link: Marks) -> str:
         return ""
     finally:
         every_token.remove()
+
+
+def uncovered(parts: Parts, assembled: Assembled, objective: Diffusion) -> str:
+    """Of masked diffusion: no longer than the rows it has learnt; who learns answers is asked something new."""
+    report, length = parts.config.report, parts.config.training.context_length
+    speaker = Speaker(parts.stepper.model, objective, assembled.prepared.tokenizer, length, report.sample_tokens)
+    given = {"seed": parts.config.system.seed}
+    if not objective.answers or report.sample_prompt != type(report)().sample_prompt:
+        return speaker.text(report.sample_prompt, given)
+    row = assembled.prepared.validation.take(np.arange(1))
+    asked = [int(token) for token in row["tokens"][0, : row["lengths"][0, 0]]]
+    return f"{speaker.tokenizer.decode(asked).strip()}\n{ANSWER}{speaker.continued(asked, given).strip()}"
 
 
 def blanks(assembled: Assembled) -> list[str]:

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING
 from lockstep import registry
 from lockstep.config.given import Origin
 from lockstep.engine import predecessor
-from lockstep.engine.choices import AUTOMATIC, cache_roots, choose_source, existing, hub_tokenizer, is_of_hub, is_own
+from lockstep.engine.choices import (
+    AUTOMATIC,
+    Room,
+    cache_roots,
+    choose_source,
+    existing,
+    hub_tokenizer,
+    is_of_hub,
+    is_own,
+    is_windows,
+    with_mask,
+)
 from lockstep.engine.predecessor import is_open
 from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
 from lockstep.models import shapes
@@ -137,25 +148,39 @@ def _tokenizer(config: RunConfig, dataset: str) -> tuple[str, str] | None:
     data, path = config.data, shapes.full_name(config.model.model_path)
     if data.tokenizer_name not in (None, "auto") or dataset == "synthetic" or is_own(dataset):
         return None
-    if (
-        existing(f"{config.model.model_path}/tokenizer.json")
-        or not hub.looks_like_id(path)
-        or path.startswith("lockstep/")
-    ):
+    ready = is_windows(data)  # ids that are there already: no tokenizer is trained on them
+    if ready and existing(f"{data.data_path}/tokenizer.json"):
         return None
-    token = hub.token_of(data.hf_token)
-    if not (reason := hub.available(path, "tokenizer.json", token=token)):
-        try:
-            size = hub_tokenizer(data, path).vocab_size
-        except ConfigError:
-            raise
-        except LockstepError as error:  # whatever it is: nobody has asked for this one
-            reason = error.what
-        else:
-            room = shapes.resolve(config.model, context_length=config.training.context_length, token=token).vocab_size
-            if size <= room:
-                return path, ""
-            reason = f"its {size} ids do not fit model.vocab_size {room}"
+    if existing(f"{config.model.model_path}/tokenizer.json"):
+        return None
+    reason = ""
+    if hub.looks_like_id(path) and not path.startswith("lockstep/") and not (reason := _why_not(config, path)):
+        return path, f"{data.data_path} has no tokenizer.json: its ids are taken for those of {path}" if ready else ""
+    if config.family == "llada" and config.model.init == "pretrained" and not ready:
+        raise NotFoundError(
+            f"no tokenizer of {path}{': ' if reason else ''}{reason}, and to its weights other ids mean other words",
+            where="data.tokenizer_name",
+            hint="data.tokenizer_name=FOLDER with its tokenizer.json, or model.init=random",
+        )
+    if ready or not reason:
+        return None
     name, instead = AUTOMATIC[config.objective.marks_places]
     _, _, trained = instead.partition(": ")
     return name, f"No tokenizer named, none of {path} ({reason}): {trained} (data.tokenizer_name=FOLDER for your own)"
+
+
+def _why_not(config: RunConfig, path: str) -> str:
+    """Why the tokenizer of a model of the hub cannot be used; '': it can."""
+    token = hub.token_of(config.data.hf_token)
+    if reason := hub.available(path, "tokenizer.json", token=token):
+        return reason
+    try:
+        found = hub_tokenizer(config.data, path)
+    except ConfigError:
+        raise
+    except LockstepError as error:  # whatever it is: nobody has asked for this one
+        return error.what
+    shape = shapes.resolve(config.model, context_length=config.training.context_length, token=token)
+    if Room.of(with_mask(config, shape), shape.vocab_size).holds(found):
+        return ""
+    return f"its {found.vocab_size} ids do not fit model.vocab_size {shape.vocab_size}"

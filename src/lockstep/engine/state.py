@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.engine.checkpoint import State
-from lockstep.engine.optimizer import MOMENTS
 from lockstep.engine.progress import Progress
 from lockstep.engine.shards import Stored
 from lockstep.engine.step import Stepper
@@ -29,19 +28,26 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
     applied = int(stepper.optimizer.applied.item())
     assert applied == progress.step - progress.skipped, "only a whole step is saved"
     live = stepper.optimizer.moments()
+    parameters = trained(stepper.model)
     moments = {
-        f"{kind}.{name}": like(parameter, live[id(parameter)][kind])
-        for name, parameter in stepper.model.named_parameters()
-        for kind in MOMENTS
+        f"{kind}.{name}": like(parameter, kept)
+        for name, parameter in parameters.items()
+        for kind, kept in live[id(parameter)].items()
     }
     run = {
         "format": 1,
         "progress": progress.state_dict(),
         "applied_steps": applied,
         "loss_scale": stepper.precision.scaler.state_dict() if stepper.precision.scaler else None,
+        "optimizer_states": stepper.optimizer.kind,
         "about": dict(about),
     }
-    return State({name: parameter.detach() for name, parameter in stepper.model.named_parameters()}, moments, run)
+    return State({name: parameter.detach() for name, parameter in parameters.items()}, moments, run)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that learn: frozen ones are no part of a state, they are read again from where they came."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
@@ -50,14 +56,20 @@ def restore(stepper: Stepper, state: State) -> Progress:
 
     Of a model in shards each rank reads its rows only, however many ranks have saved them.
     """
-    parameters = dict(stepper.model.named_parameters())
-    progress = _check_counts(state)
-    _check_tensors(parameters, state)
+    parameters = trained(stepper.model)
     live = stepper.optimizer.moments()
+    progress = _check_counts(state)
+    _check_kind(state, stepper.optimizer.kind)
+    moments = {
+        f"{kind}.{name}": (parameter.shape[0], *kept.shape[1:])
+        for name, parameter in parameters.items()
+        for kind, kept in live[id(parameter)].items()
+    }
+    _check_tensors({name: tuple(parameter.shape) for name, parameter in parameters.items()}, moments, state)
     for name, parameter in parameters.items():
         local(parameter).copy_(_part(state.model, name, parameter))
-        for kind in MOMENTS:
-            live[id(parameter)][kind].copy_(_part(state.optimizer, f"{kind}.{name}", parameter))
+        for kind, kept in live[id(parameter)].items():
+            kept.copy_(_part(state.optimizer, f"{kind}.{name}", parameter))
     stepper.optimizer.applied.fill_(state.run["applied_steps"])
     if stepper.precision.scaler and state.run["loss_scale"]:
         stepper.precision.scaler.load_state_dict(state.run["loss_scale"])
@@ -76,8 +88,13 @@ def _part(tensors: Mapping[str, torch.Tensor], name: str, parameter: torch.Tenso
 
 @torch.no_grad()
 def digest(model: nn.Module) -> str:
-    """The fingerprint of all parameters: the same on every rank, in every mode and at every world size."""
-    named = list(model.named_parameters())
+    """The fingerprint of what is trained: the same on every rank, in every mode and at every world size."""
+    return digest_of(list(trained(model).items()))
+
+
+@torch.no_grad()
+def digest_of(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """The fingerprint of some parameters, whole or in shards. All ranks must ask."""
     sums = torch.stack([digest_tensor(local(parameter), flat_offset(parameter)) for _, parameter in named])
     sums = sum_over_shards(named[0][1], sums).tolist()
     return combine(
@@ -104,12 +121,19 @@ def _check_counts(state: State) -> Progress:
     return progress
 
 
-def _check_tensors(parameters: Mapping[str, torch.Tensor], state: State) -> None:
-    expected = {name: parameter.shape for name, parameter in parameters.items()}
-    for kind, tensors, wanted in (
-        ("weights", state.model, expected),
-        ("moments", state.optimizer, {f"{kind}.{name}": expected[name] for name in expected for kind in MOMENTS}),
-    ):
+def _check_kind(state: State, kind: str) -> None:
+    """Moments kept in other numbers would be read, and mean something else."""
+    saved = state.run.get("optimizer_states", "fp32")  # that of checkpoints from before there was a choice
+    if saved != kind:
+        raise DataError(
+            f"the checkpoint keeps AdamW's moments in {str(saved)[:20]}, this run in {kind}",
+            where="training.optimizer_states",
+            hint=f"--training.optimizer-states {str(saved)[:20]}",
+        )
+
+
+def _check_tensors(weights: Mapping[str, Any], moments: Mapping[str, Any], state: State) -> None:
+    for kind, tensors, wanted in (("weights", state.model, weights), ("moments", state.optimizer, moments)):
         found = {name: tensors.shape(name) for name in tensors} if isinstance(tensors, Stored) else tensors
         wrong = [
             f"{name}: {_shape_of(found.get(name))} in the checkpoint, {_shape_of(wanted.get(name))} in the model"

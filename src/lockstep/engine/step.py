@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lockstep.contracts import Batch, Objective
+from lockstep.engine.compact import make_optimizer
 from lockstep.engine.council import Council
-from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.schedule import learning_rates
 from lockstep.health.finite import gradient_warnings
@@ -98,7 +98,7 @@ class Stepper:
         self.model, self.objective, self.precision, self.seed, self.faults = model, objective, precision, seed, faults
         self.device = precision.device
         self.max_norm = options.max_grad_norm
-        self.optimizer = AdamW(model, options, self.device)
+        self.optimizer = make_optimizer(model, options, self.device, seed=seed)
         self.rates = learning_rates(options).to(self.device)
         self.last_rate = torch.tensor(float(options.max_steps - 1), device=self.device)
         self.halted = torch.zeros((), device=self.device)

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,19 @@ from lockstep import rundir
 from lockstep.config.load import Loaded, identity, to_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
-from lockstep.engine import endings, first_loss, handover, loop, present, replicas, results, resume, settle, usage
+from lockstep.engine import (
+    endings,
+    first_loss,
+    fitting,
+    handover,
+    loop,
+    present,
+    replicas,
+    results,
+    resume,
+    settle,
+    usage,
+)
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
 from lockstep.engine.estimate import estimate
 from lockstep.engine.milestones import close_the_end, write_results
@@ -53,8 +65,8 @@ class Result:
     exit_code: int = 0
 
 
-def train(loaded: Loaded) -> Result:
-    """Train what the configuration says, alone or as one of several workers.
+def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
+    """Train what the configuration says, alone or as one of several workers; listeners hear of the first one's steps.
 
     Failures raise LockstepError; the run folder tells the rest.
     """
@@ -84,13 +96,13 @@ def train(loaded: Loaded) -> Result:
         loaded = settle.settled(loaded, decided)
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
             planned = plan(loaded, device)
-            endings.check_memory(planned.config, planned.shape, device, shards=shards(system.mode, place))
+            fitting.check_memory(planned.config, planned.shape, device, shards=present.shards(system.mode, place))
             run, point = choose_run(group, planned, loaded, closing)
             if point:
                 handover.hand_over(point.checkpoint, group, place)
             start_log(loaded, run)
             link.tell_run(run.root.absolute())
-            result = train_in(run, planned, point, Surroundings(loaded, stop, group, link, place))
+            result = train_in(run, planned, point, Surroundings(loaded, stop, group, link, place, listeners))
             group.barrier()  # nobody leaves while another still needs it, however long that takes
             link.close()
             return result
@@ -103,13 +115,6 @@ def comparable(loaded: Loaded) -> Loaded:
         return loaded
     config = loaded.config.model_copy(update={"system": system.model_copy(update={"deterministic": True})})
     return replace(loaded, config=config)
-
-
-def shards(mode: str, place: env.Env) -> int:
-    """In how many parts the state of the model is cut."""
-    if mode == "hsdp":
-        return place.local_world if place.nodes > 1 else max(1, place.world // 2)
-    return place.world if mode == "fsdp" else 1
 
 
 def choose_run(
@@ -145,6 +150,7 @@ class Surroundings:
     group: Group
     link: Link
     place: env.Env
+    listeners: Sequence[Sink] = ()
 
     @property
     def first(self) -> bool:
@@ -259,11 +265,12 @@ def make_sinks(run: RunDir, config: RunConfig, around: Surroundings, sampler: Sa
         progress=config.report.progress if around.first else "off",
         brief=not around.first,
         facts=facts,
+        family=config.family,
     )
     if not around.first:
         own = run.worker(around.place.tag, around.place.node) / "events.jsonl"
         return [console, EventSink(own, facts=facts)] if config.system.mode == "replicas" else [console]
-    sinks: list[Sink] = [console, EventSink(run.events, facts=facts)]
+    sinks: list[Sink] = [*around.listeners, console, EventSink(run.events, facts=facts)]
     if config.report.tensorboard:
         sinks.append(TensorboardSink(run.tensorboard))
     return sinks
@@ -361,7 +368,9 @@ def rehearse(parts: Parts, planned: Plan) -> None:
     reading = parts.stepper.rehearse(first)
     if parts.progress.step > 0 or parts.config.model.init != "random" or not any(parts.council.agreed.weights.values()):
         return
-    expected, allowed = first_loss.foreseen(parts.config, planned.shape, first)
+    expected, allowed = first_loss.foreseen(
+        parts.config, planned.shape, first, objective=parts.stepper.objective, group=parts.council.group
+    )
     parts.tell("first_loss", step=0, loss=reading.loss, expected=expected)
     if not abs(reading.loss - expected) <= allowed:
         logger.warning("First loss %.4f, expected %.2f ± %.2f (ln V + d std²/2)", reading.loss, expected, allowed)

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from lockstep import registry
 from lockstep.errors import DataError
+from lockstep.formats.chats import FORMS, encodable, exchange_of
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array, Document
 
+PARTS = ("chats",)  # no kinds of files
 COLUMNS = ("text", "content")  # looked for when no column is named
 RECORD_BYTES = 1 << 26  # a longer line, item, field or row is refused, not gathered in memory
 MAX_CUT_CHARACTERS = 1 << 18  # the tokenizers library takes some 170 bytes a character
@@ -48,12 +50,15 @@ class Reading:
     column: str | None = None  # the field that holds the text; None: looked for
     cut_characters: int = MAX_CUT_CHARACTERS  # .txt: longest document
     numbers: bool = False  # a number, true or false is a text too: labels are often written so
+    conversations: bool = False  # a record is a prompt and its answer
 
     def text(self, item: object, where: str) -> str:
         """The text of one parsed item: itself, or its text field. Words are joined by blanks."""
+        if self.conversations:
+            return exchange_of(item, where, column=self.column)
         item = self.spelt(item)
         if isinstance(item, str):
-            return _encodable(item)
+            return encodable(item)
         if not isinstance(item, dict):
             raise DataError(
                 f"text or an object was expected, got {type(item).__name__}", where=where, hint='{"text": "..."}'
@@ -65,7 +70,7 @@ class Reading:
             for name, value in fields.items()
             if isinstance(value, str) or (name in wanted and (value is None or isinstance(value, list)))
         ]
-        return _encodable(joined(fields[self.choose(texts, where)], where))
+        return encodable(joined(fields[self.choose(texts, where)], where))
 
     def spelt(self, value: Any) -> Any:
         """A number as it is written, where numbers are wanted; anything else as it is."""
@@ -140,6 +145,9 @@ def walk(file: BinaryIO, how: Reading, start: int = 0) -> Iterator[tuple[int, Do
 
 
 def _records(file: BinaryIO, how: Reading, start: int) -> Iterator[str | Array]:
+    if how.conversations and not getattr(_module(how.kind.name), "HAS_FIELDS", False):
+        what = f"a .{how.kind.name} file holds no conversations"
+        raise DataError(what, where=how.where, hint=f".jsonl, .json, .csv or .parquet with {FORMS}")
     with unpacked(file, how.kind.packing, how.where) as content:
         yield from _module(how.kind.name).read(content, how, start)
 
@@ -186,12 +194,3 @@ def _listing(fields: list[str]) -> str:
 
 def _is_blank(text: str) -> bool:
     return not text or text.isspace()
-
-
-def _encodable(text: str) -> str:
-    """JSON can hold half a surrogate pair, which is no character: it becomes U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -10,6 +10,8 @@ from lockstep.errors import DataError
 from lockstep.formats import RECORD_BYTES, Reading
 from lockstep.formats.jsonl import decoded, lines
 
+HAS_FIELDS = True  # a record may hold more than a text
+
 
 def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
     """One text per row; rows before `start` are parsed and dropped, as a quoted field may hold line ends."""
@@ -19,7 +21,7 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
         header = next(rows, None)
         if header is None:
             return
-        column = header.index(how.choose(header, f"{how.where}:1"))
+        column = 0 if how.conversations else header.index(how.choose(header, f"{how.where}:1"))
         for index, row in enumerate(rows):
             if row and len(row) != len(header):
                 raise DataError(
@@ -27,7 +29,11 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
                     where=f"{how.where}:{rows.line_num}",
                     hint='a text with commas or line ends stands in "quotes"',
                 )
-            if index >= start:
+            if index < start:
+                continue
+            if row and how.conversations:
+                yield how.text(dict(zip(header, row, strict=True)), f"{how.where}:{rows.line_num}")
+            else:
                 yield row[column] if row else ""
     except csv.Error as error:
         raise DataError(

@@ -14,8 +14,10 @@ from typing import Any, BinaryIO, cast
 
 from lockstep.errors import DataError
 from lockstep.formats import COLUMNS, RECORD_BYTES, Reading
+from lockstep.formats.chats import is_record
 from lockstep.formats.txt import blocks
 
+HAS_FIELDS = True  # a record may hold more than a text
 WHOLE_CHARACTERS = 1 << 28  # of an object that holds all documents
 NEAR_THE_END = 16  # characters: no literal, escape or sign of JSON that may be cut short there is longer
 FORMS = '.jsonl: {"text": "..."} on a line of its own; .json: all of them in one list'
@@ -50,6 +52,9 @@ def _items(text: _Text, how: Reading) -> Iterator[tuple[str, Any]]:
 
 def _inside(whole: dict[str, Any], how: Reading) -> Iterator[tuple[str, Any]]:
     """The items of the list an object holds; without any list it is the only item."""
+    if how.conversations and is_record(whole, how.column):
+        yield "", whole
+        return
     lists = {name: cast("list[Any]", value) for name, value in whole.items() if isinstance(value, list)}
     name = how.column if how.column in lists else next((name for name in COLUMNS if name in lists), None)
     if name is None and len(lists) > 1:

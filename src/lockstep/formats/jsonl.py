@@ -11,6 +11,7 @@ from lockstep.errors import DataError
 from lockstep.formats import RECORD_BYTES, Reading, not_utf8
 from lockstep.formats.json import parse
 
+HAS_FIELDS = True  # a record may hold more than a text
 READ_BYTES = 1 << 20
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from lockstep.contracts import PROMPT
 from lockstep.errors import DataError
 from lockstep.formats import RECORD_BYTES, Reading
 
@@ -33,7 +34,7 @@ HEADER_ERRORS = (
     OverflowError,
     tokenize.TokenError,
 )
-MAX_ID = (1 << 32) - 1
+MAX_ID = PROMPT - 1
 SAVED = "numpy.save(FILE, ids.astype(numpy.uint32))"
 
 

@@ -8,7 +8,9 @@ from typing import Any, BinaryIO
 
 from lockstep.errors import DataError, LockstepError
 from lockstep.formats import COLUMNS, Reading, is_of_content, joined
+from lockstep.formats.chats import FIELDS
 
+HAS_FIELDS = True  # a record may hold more than a text
 BATCH_ROWS = 1024
 BUFFER_BYTES = 1 << 22  # of a column fetched at a time: a few rows do not cost a whole row group
 
@@ -23,11 +25,11 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
         raise LockstepError("pyarrow, which reads .parquet, is not installed", hint="pip install pyarrow") from error
     try:
         with parquet.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
-            column = how.choose(_text_fields(opened.schema_arrow, how, arrow.types), how.where)
+            columns = _columns(opened.schema_arrow, how, arrow.types)
             for group in range(opened.num_row_groups):
                 rows = opened.metadata.row_group(group).num_rows
                 if start < rows:
-                    yield from _rows(opened, group, column, start=start, how=how)
+                    yield from _rows(opened, group, columns, start=start, how=how)
                 start = max(0, start - rows)
     except (OSError, arrow.ArrowException) as error:
         if isinstance(error, OSError) and not is_of_content(error):
@@ -39,13 +41,26 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
         ) from error
 
 
-def _rows(opened: Any, group: int, column: str, *, start: int, how: Reading) -> Iterator[str]:
+def _rows(opened: Any, group: int, columns: list[str], *, start: int, how: Reading) -> Iterator[str]:
     """The texts of one row group from a row on."""
-    for batch in opened.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column], use_threads=False):
+    first = sum(opened.metadata.row_group(before).num_rows for before in range(group))
+    for batch in opened.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
         if start < len(batch):
-            for value in batch.column(0).slice(start).to_pylist():
-                yield joined(how.spelt(value), how.where)
-        start = max(0, start - len(batch))
+            if how.conversations:
+                for row, record in enumerate(batch.slice(start).to_pylist(), first + start):
+                    yield how.text(record, f"{how.where}: row {row}")
+            else:
+                for value in batch.column(0).slice(start).to_pylist():
+                    yield joined(how.spelt(value), how.where)
+        start, first = max(0, start - len(batch)), first + len(batch)
+
+
+def _columns(schema: Any, how: Reading, types: Any) -> list[str]:
+    """Those to be read: the one that holds the text, or all that a conversation may be made of."""
+    if not how.conversations:
+        return [how.choose(_text_fields(schema, how, types), how.where)]
+    wanted = (how.column,) if how.column else FIELDS
+    return [field.name for field in schema if field.name in wanted]
 
 
 def _text_fields(schema: Any, how: Reading, types: Any) -> list[str]:

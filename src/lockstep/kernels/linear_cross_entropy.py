@@ -30,7 +30,10 @@ def linear_cross_entropy(
     chunk_tokens: int,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """Sum over targets != -100 of token_weight * cross-entropy(x @ weight.T + bias), in fp32."""
+    """Sum over targets != -100 of token_weight * cross-entropy(x @ weight.T + bias), in fp32.
+
+    A bias of -inf forbids a token; whatever needs no gradient (such a bias, a frozen head) has none computed.
+    """
     if x_ND.shape[0] <= chunk_tokens:
         return _plain_sum(F.linear(x_ND, weight_VD, bias_V), targets_N, token_weights_N)
     rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
@@ -44,13 +47,13 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def score_next_tokens(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, chunk_tokens: int
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, chunk_tokens: int, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies, how many targets were the most likely token), for evaluation."""
     total = torch.zeros((), device=x_ND.device, dtype=torch.float64 if x_ND.dtype == torch.float64 else torch.float32)
     correct = torch.zeros((), device=x_ND.device, dtype=torch.int64)
     for x_CD, targets_C in zip(x_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True):
-        logits_CV = F.linear(x_CD, weight_VD)
+        logits_CV = F.linear(x_CD, weight_VD, bias_V)
         total = total + _plain_sum(logits_CV, targets_C, None)
         correct = correct + (logits_CV.argmax(-1) == targets_C).sum()  # never equal to IGNORE
     return total, correct
@@ -93,7 +96,7 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
-            total, *gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, want_grad=True)
+            total, *gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, wanted=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
         return total
 
@@ -115,29 +118,30 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     token_weights_N: Tensor | None,
     chunk_tokens: int,
     dtype: torch.dtype,
-    want_grad: bool = False,
+    wanted: tuple[bool, bool, bool] = (False, False, False),
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The sum and, where wanted, its gradients; only one chunk's logits exist at a time."""
     x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
     bias_low_V = None if bias_V is None else bias_V.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    scale_N = (targets_N != IGNORE).to(wide)
+    ignored_N = targets_N == IGNORE
+    scale_N = (~ignored_N).to(wide)
     if token_weights_N is not None:
         scale_N = scale_N * token_weights_N
     peak = scale_N.abs().max().clamp_min(1)  # weights of 1/p reach 1000: divide them out so that fp16 cannot overflow
     total = torch.zeros((), device=x_ND.device, dtype=wide)
-    grad_x_ND = torch.empty_like(x_ND) if want_grad else None
-    grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if want_grad else None
-    grad_bias_V = None if bias_V is None or not want_grad else torch.zeros_like(bias_V, dtype=wide)
+    grad_x_ND = torch.empty_like(x_ND) if wanted[0] else None
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
+    grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
     for start in range(0, x_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        x_CD, scale_C = x_low_ND[rows], scale_N[rows]
+        x_CD, scale_C, ignored_C = x_low_ND[rows], scale_N[rows], ignored_N[rows]
         logits_CV = F.linear(x_CD, weight_low_VD, bias_low_V).to(wide)
-        target_C1 = torch.where(targets_N[rows] == IGNORE, 0, targets_N[rows])[:, None]
+        target_C1 = targets_N[rows].masked_fill(ignored_C, 0)[:, None]
         normaliser_C1 = logits_CV.logsumexp(-1, keepdim=True)
         losses_C = (normaliser_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1)
-        total += (losses_C * scale_C).sum()
-        if grad_x_ND is None or grad_weight_VD is None:
+        total += (losses_C.masked_fill(ignored_C, 0) * scale_C).sum()  # token 0 may be the one that is forbidden
+        if not any(wanted):
             continue
         delta_CV = logits_CV.sub_(normaliser_C1).exp_()  # softmax, in the logits' own memory
         delta_CV.scatter_add_(-1, target_C1, torch.full_like(normaliser_C1, -1.0))
@@ -145,8 +149,10 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
         if grad_bias_V is not None:
             grad_bias_V += delta_CV.sum(0)
         delta_CV = delta_CV.to(dtype)
-        grad_x_ND[rows] = (delta_CV @ weight_low_VD) * peak
-        grad_weight_VD += delta_CV.T @ x_CD
+        if grad_x_ND is not None:
+            grad_x_ND[rows] = (delta_CV @ weight_low_VD) * peak
+        if grad_weight_VD is not None:
+            grad_weight_VD += delta_CV.T @ x_CD
     if grad_weight_VD is not None:
         grad_weight_VD = grad_weight_VD.mul_(peak).to(weight_VD.dtype)
     if grad_bias_V is not None and bias_V is not None:

@@ -24,6 +24,7 @@ KERNELS = {
 }
 MASKING = ("flex", "native_math")  # the kernels of a GPU that keep documents apart
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SHORT_ROW = 64  # tokens; a random length of diffusion may be one
 FLEX_BLOCK = 128
 FLEX_HEAD = 16  # the narrowest head that flex attention compiles for
 FLEX_KERNEL: Any = {"BACKEND": "TRITON"}  # not the decoding kernel, which rows under 128 tokens would get and fail in
@@ -158,9 +159,10 @@ def attend(
     if backend == "flex":  # no gradient wanted: any kernel's forward pass repeats its bits, and none needs compiling
         return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
     # Here and not around the model: checkpointing runs a block again, later. Without gradients, as in sampling, rows
-    # can be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in.
+    # can be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in; as for any short row.
     kernels = [KERNELS[backend]]
-    if backend != "native_math" and not torch.is_grad_enabled():  # naming one twice fails in a compiled block
+    helped = q_BHLE.shape[2] < SHORT_ROW or not torch.is_grad_enabled()
+    if backend != "native_math" and helped:  # naming one twice fails in a compiled block
         kernels.append(SDPBackend.MATH)
     with sdpa_kernel(kernels, set_priority=True):
         return F.scaled_dot_product_attention(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.models import attention, hf, initialise, microbert
+from lockstep.models import attention, hf, initialise, lora, microbert
 from lockstep.models.encoder import Encoder
 from lockstep.models.llama import Llama
-from lockstep.models.options import LlamaOptions, ModelOptions
+from lockstep.models.options import DecoderOptions, ModelOptions
 from lockstep.models.shapes import DOCUMENTED_WEIGHTS, AnyShape, EncoderShape, LlamaShape, full_name
 from lockstep.runtime import hub
 
@@ -62,6 +62,9 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         model = lay_out(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)
     if dtype_name == "fp64":
         model.double()
+    added = lora.wanted(options)
+    if added and isinstance(model, Llama):
+        lora.attach(model, added, dtype_name=dtype_name)
     compiled = options.compile == "on" or (options.compile == "auto" and device.type == "cuda" and not debug)
     if compiled:
         compile_blocks(model, sharded=shard is not None)
@@ -70,6 +73,11 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     model.to_empty(device=device)
     model.rebuild_buffers()
     weights_notice = _fill(model, options, seed=seed, token=token)
+    if added:
+        lora.initialise_additions(model, seed=seed)
+        weights_notice += f", frozen; additions of rank {added.lora_rank} learn"
+        if options.init == "random":
+            weights_notice += ": to nothing that is known yet (model.init=pretrained)"
     return Built(model, (*shape.notices(), weights_notice, attention_notice), kernel, compiled)
 
 
@@ -82,6 +90,7 @@ def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
+    torch.compiler.set_stance("default")  # masked diffusion that was trained here before may have left another
     for block in model.layers:
         if not sharded:
             block.compile(fullgraph=True, **how)
@@ -103,16 +112,20 @@ def _fill(model: Model, options: ModelOptions, *, seed: int, token: str | None) 
             seed=seed,
             std=options.init_std,
             head_std=options.head_init_std,
-            depth_scaled=isinstance(options, LlamaOptions) and options.depth_scaled_init,
+            depth_scaled=isinstance(options, DecoderOptions) and options.depth_scaled_init,
         )
         return f"weights: random, seed {seed}, standard deviation {options.init_std:g}"
     folder = hub.weights_folder(full_name(options.model_path), token=token)
     truncated, documented = options.init == "pretrained-truncated", folder / DOCUMENTED_WEIGHTS
     if isinstance(model, Encoder) and documented.is_file() and not (folder / hub.CONFIG_FILE).is_file():
         microbert.load_seed(model, microbert.read(documented), where=str(documented), truncated=truncated)
+        new = 0
     else:
-        hf.import_weights(model, folder, truncated=truncated)
+        new = hf.import_weights(model, folder, truncated=truncated)
+    grown = f"; {new} new rows of the vocabulary begin as the mean of the others" if new else ""
     if truncated:
         kept = model.shape.num_layers
-        return f"weights: pretrained-truncated, the first {kept} layers of {folder}: not a language model any more"
-    return f"weights: pretrained, {folder}"
+        return (
+            f"weights: pretrained-truncated, the first {kept} layers of {folder}: not a language model any more{grown}"
+        )
+    return f"weights: pretrained, {folder}{grown}"

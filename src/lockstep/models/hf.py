@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from lockstep import rundir
 from lockstep.errors import DataError, NotFoundError, OutputError
 from lockstep.models.hf_names import TABLES, is_unused, layer_of, their_names, tied_name, usual_name
-from lockstep.models.shapes import AnyShape, EncoderShape
+from lockstep.models.lora import ADDITIONS
+from lockstep.models.shapes import AnyShape, EncoderShape, LlamaShape, from_hf
 from lockstep.runtime.hub import CONFIG_FILE, read_json
 from lockstep.runtime.parallel import local, offset
 
@@ -31,6 +33,9 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MARKS = ("pad_token", "cls_token", "sep_token", "unk_token", "mask_token")
+CHAT_KEY, CHAT_FILE = "chat_template", "chat_template.jinja"
+BY_WORD = ("tok_embed.weight", "output.weight")  # a row for each id
+ROWS_AT_ONCE = 1 << 12
 NOT_OF_TRANSFORMERS = "transformers has no class for the architecture prenorm: lockstep alone reads this folder"
 
 
@@ -38,33 +43,55 @@ NOT_OF_TRANSFORMERS = "transformers has no class for the architecture prenorm: l
 
 
 @torch.no_grad()
-def import_weights(model: Model, folder: Path, *, truncated: bool) -> None:
-    """Fill the model from a folder. `truncated`: layers the model does not have are left unread, nothing else is."""
-    shape, files = model.shape, _weight_map(folder)
+def import_weights(model: Model, folder: Path, *, truncated: bool) -> int:
+    """Fill the model from a folder. `truncated`: layers the model does not have are left unread, nothing else is.
+
+    A LLaDA may have more rows than the folder, whose own last id was another's: the new ones begin as the mean of the
+    others, where a token nobody has met is least of a surprise. Returns how many.
+    """
+    shape, files = _source(model, folder), _weight_map(folder)
     stored = {usual_name(shape, name): name for name in files}
-    wanted = {name: their_names(shape, name) for name, _ in model.named_parameters()}
+    ours = {name: parameter for name, parameter in model.named_parameters() if not name.endswith(ADDITIONS)}
+    wanted = {name: their_names(shape, name) for name in ours}
     _check_names(set(stored), {name for names in wanted.values() for name in names}, shape, truncated, where=folder)
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
 
-        def read(names: tuple[str, ...], parameter: Tensor) -> Tensor:
+        def read(names: tuple[str, ...], parameter: Tensor, rows: int) -> Tensor:
             parts: list[Tensor] = []
             for place, name in enumerate(stored[name] for name in names):
                 file = files[name]
                 if file not in opened:
                     opened[file] = stack.enter_context(_open(folder / file))
-                parts.append(_read(opened[file], name, parameter, (place, len(names)), where=folder / file))
+                part = (place, rows // len(names))
+                parts.append(_read(opened[file], name, parameter, part, where=folder / file))
+                if (new := _new_rows(parameter, rows)) > 0:
+                    parts = [parts[0].float(), _mean_row(opened[file], name, rows).expand(new, -1)]
             return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-        for name, parameter in model.named_parameters():
-            local(parameter).copy_(read(wanted[name], parameter))
+        for name, parameter in ours.items():
+            rows = shape.vocab_size if name in BY_WORD else parameter.shape[0]
+            local(parameter).copy_(read(wanted[name], parameter, rows))
         embedding, tied = model.tok_embed.weight, tied_name(shape)
-        if tied in stored and not torch.equal(read((tied,), embedding).to(local(embedding)), local(embedding)):
-            raise DataError(
-                f"{tied} differs from the embedding, but the model is tied",
-                where=str(folder),
-                hint="model.tie_word_embeddings false" if shape.model_type == "llama" else "",
-            )
+        if tied in stored:
+            head = read((tied,), embedding, shape.vocab_size)
+            if not torch.equal(head.to(local(embedding)), local(embedding)):
+                raise DataError(
+                    f"{tied} differs from the embedding, but the model is tied",
+                    where=str(folder),
+                    hint="model.tie_word_embeddings false" if shape.model_type == "llama" else "",
+                )
+    return model.shape.vocab_size - shape.vocab_size
+
+
+def _source(model: Model, folder: Path) -> AnyShape:
+    """The shape of the model with the names and the rows of the folder: a LLaDA may begin as a LLaMA or a Qwen."""
+    shape, config = model.shape, folder / CONFIG_FILE
+    if not isinstance(shape, LlamaShape) or not config.is_file():
+        return shape
+    found = from_hf(read_json(config), where=str(config))
+    grown = shape.layout == "llada" and found.vocab_size < shape.vocab_size
+    return replace(shape, layout=found.model_type, vocab_size=found.vocab_size if grown else shape.vocab_size)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -113,9 +140,8 @@ def _open(path: Path) -> Any:
 
 
 def _read(file: Any, name: str, parameter: Tensor, part: tuple[int, int], *, where: Path) -> Tensor:
-    """The tensor of that name, or only the rows of it that this rank holds; it is part i of n of the parameter."""
-    place, parts = part
-    each = parameter.shape[0] // parts
+    """The tensor of that name, or only the rows of it that this rank holds; it is the i-th of parts with n rows."""
+    place, each = part
     try:
         stored = file.get_slice(name)
         if (shape := tuple(stored.get_shape())) != (needed := (each, *parameter.shape[1:])):
@@ -128,6 +154,20 @@ def _read(file: Any, name: str, parameter: Tensor, part: tuple[int, int], *, whe
     if tensor.dtype not in DTYPES.values():
         raise DataError(f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 weights can be trained", where=str(where))
     return tensor
+
+
+def _new_rows(parameter: Tensor, rows: int) -> int:
+    """How many of this rank's rows lie beyond those of the file."""
+    here = local(parameter).shape[0]
+    return min(here, offset(parameter)[0] + here - rows)
+
+
+def _mean_row(file: Any, name: str, rows: int) -> Tensor:
+    """Of all rows, added up in the same order on every rank."""
+    stored, total = file.get_slice(name), torch.zeros((), dtype=torch.float64)
+    for start in range(0, rows, ROWS_AT_ONCE):
+        total = total + stored[start : min(rows, start + ROWS_AT_ONCE)].double().sum(0)
+    return (total / rows).float()
 
 
 # --------------------------------------------------------------------------------------------- export
@@ -146,18 +186,21 @@ def export(
     config = shape.to_hf(dtype_name=dtype)
     if shape.model_type not in TABLES:
         config["note"] = NOT_OF_TRANSFORMERS
-        logger.warning(NOT_OF_TRANSFORMERS)
+    if "note" in config:
+        logger.warning(config["note"])
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputError("exists and is not empty", where=str(folder), hint="another folder")
         with rundir.publishing(folder) as new:
             rundir.write_json(new / CONFIG_FILE, config)
-            if shape.model_type == "llama":
+            if isinstance(shape, LlamaShape):
                 generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
                 rundir.write_json(new / "generation_config.json", generation)
             if tokenizer_file is not None:
                 shutil.copyfile(tokenizer_file, new / "tokenizer.json")
                 rundir.write_json(new / "tokenizer_config.json", _tokenizer_config(tokenizer_file, shape))
+                if (chat := tokenizer_file.with_name(CHAT_FILE)).is_file():
+                    shutil.copyfile(chat, new / CHAT_FILE)
             _write_weights(model, new, dtype=DTYPES[dtype], max_shard_bytes=max_shard_bytes)
     except OSError as error:
         raise rundir.io_error(error, folder, doing="exporting the model") from error
@@ -205,15 +248,14 @@ def _tokenizer_config(tokenizer_file: Path, shape: AnyShape) -> dict[str, Any]:
         "model_max_length": shape.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
     }
+    beside = tokenizer_file.with_name("tokenizer_config.json")
+    named = read_json(beside) if beside.is_file() else {}
+    if CHAT_KEY in named:
+        config[CHAT_KEY] = named[CHAT_KEY]
     if isinstance(shape, EncoderShape):
-        beside = tokenizer_file.with_name("tokenizer_config.json")
-        named = read_json(beside) if beside.is_file() else {}
         return config | {key: named[key] for key in MARKS if key in named}
-    if shape.bos in words:
-        config["bos_token"] = words[shape.bos]
-    if shape.eos and shape.eos[0] in words:
-        config["eos_token"] = words[shape.eos[0]]
-    return config
+    ids = {"bos_token": shape.bos, "eos_token": shape.eos[0] if shape.eos else None, "mask_token": shape.mask}
+    return config | {key: words[id_] for key, id_ in ids.items() if id_ in words}
 
 
 # --------------------------------------------------------------------------------------------- Meta's own files

@@ -23,6 +23,23 @@ LLAMA = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
+QWEN = {**LLAMA, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+LLADA = {  # two are called ff_out: the way back of each block, and the output matrix
+    "tok_embed": "model.transformer.wte",
+    "norm": "model.transformer.ln_f",
+    "output": "model.transformer.ff_out",
+    "attention.wq": "q_proj",
+    "attention.wk": "k_proj",
+    "attention.wv": "v_proj",
+    "attention.wo": "attn_out",
+    "attention.q_norm": "q_norm",
+    "attention.k_norm": "k_norm",
+    "mlp.w1": "ff_proj",
+    "mlp.w2": "ff_out",
+    "mlp.w3": "up_proj",
+    "attention_norm": "attn_norm",
+    "mlp_norm": "ff_norm",
+}
 BERT = {
     "tok_embed": "bert.embeddings.word_embeddings",
     "pos_embed": "bert.embeddings.position_embeddings",
@@ -52,11 +69,22 @@ MODERN = {
     "mlp.w2": "mlp.Wo",
     "mlp_norm": "mlp_norm",
 }
-TABLES = {"llama": LLAMA, "bert": BERT, "modernbert": MODERN}  # ours alone: lockstep_encoder, as they are
-LAYERS = {"llama": "model.layers", "bert": "bert.encoder.layer", "modernbert": "model.layers"}
-TIED = {"llama": "lm_head.weight", "bert": "cls.predictions.decoder.weight", "modernbert": "decoder.weight"}
-UNUSED = {  # that a file may hold and a masked-LM does not need
-    "llama": re.compile(r".*rotary_emb\.inv_freq"),
+TABLES = {  # ours alone: lockstep_encoder, as they are
+    "llama": LLAMA, "qwen2": QWEN, "qwen3": QWEN, "llada": LLADA, "bert": BERT, "modernbert": MODERN,
+}  # fmt: skip
+LAYERS = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "modernbert"), "model.layers"),
+    "llada": "model.transformer.blocks",
+    "bert": "bert.encoder.layer",
+}
+TIED = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), "lm_head.weight"),
+    "llada": "model.transformer.ff_out.weight",
+    "bert": "cls.predictions.decoder.weight",
+    "modernbert": "decoder.weight",
+}
+UNUSED = {  # that a file may hold and no model needs
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), re.compile(r".*rotary_emb\.inv_freq")),
     "bert": re.compile(r"bert\.pooler\..*|cls\.seq_relationship\..*|bert\.embeddings\.position_ids"),
     "modernbert": re.compile(r".*rotary_emb\..*"),
 }

@@ -19,6 +19,7 @@ from lockstep.runtime.parallel import flat_offset, local
 BYTES_MEAN = 8 * 255 // 2
 BYTES_STD = math.sqrt(8 * (256**2 - 1) / 12)
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: what fits the cache of a core; enough to fill a GPU
+ADDITIONS = (".lora_a", ".lora_b")  # see lora.py, which fills them
 RESIDUAL = ("attention.wo.weight", "mlp.w2.weight")  # projections back into the residual stream
 
 
@@ -43,7 +44,7 @@ def stream_key(seed: int, name: str) -> int:
 def fill(tensor: Tensor, *, seed: int, name: str, std: float, offset: int = 0) -> None:
     """Fill a contiguous tensor with elements offset, offset + 1, ... of the parameter called `name`."""
     assert tensor.is_contiguous()
-    assert tensor.dtype in (torch.float32, torch.float64), "the integers must be exact"
+    wide = tensor.dtype in (torch.float32, torch.float64)  # where the integers are exact
     flat, key, scale = tensor.view(-1), stream_key(seed, name), std / BYTES_STD
     chunk = min(CHUNK.get(tensor.device.type, 1 << 20), max(1, flat.numel()))
     counter = torch.arange(1, chunk + 1, device=tensor.device).mul_(GAMMA)
@@ -53,8 +54,10 @@ def fill(tensor: Tensor, *, seed: int, name: str, std: float, offset: int = 0) -
         z, t = hashed[:count], shifted[:count]
         torch.add(counter[:count], _signed((key + (offset + start) * GAMMA) % (1 << 64)), out=z)
         _splitmix64(z, t)
-        flat[start : start + count] = _sum_of_bytes(z, t).sub_(BYTES_MEAN)
-    flat.mul_(scale)
+        number = _sum_of_bytes(z, t).sub_(BYTES_MEAN)
+        flat[start : start + count] = number if wide else number.float().mul_(scale)
+    if wide:
+        flat.mul_(scale)
 
 
 def _splitmix64(z: Tensor, t: Tensor) -> None:
@@ -82,7 +85,7 @@ def initialise(
     Optionally quieter residual projections and another head. Of a model in shards each rank fills its own: together
     they have the bits of the whole.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {name: item for name, item in model.named_parameters() if not name.endswith(ADDITIONS)}
     residual_branches = sum(name.endswith(RESIDUAL) for name in parameters)
     for name, parameter in parameters.items():
         spread = std

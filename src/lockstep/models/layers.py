@@ -60,23 +60,28 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, no biases."""
+    """Grouped-query attention with rotary positions; LLaMA's own has neither biases nor norms."""
 
     def __init__(self, shape: LlamaShape, backend: str) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.backend = backend
-        self.causal = True
+        self.causal = not shape.bidirectional
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.wq = nn.Linear(shape.hidden_size, query, bias=False)
-        self.wk = nn.Linear(shape.hidden_size, key, bias=False)
-        self.wv = nn.Linear(shape.hidden_size, key, bias=False)
+        self.wq = nn.Linear(shape.hidden_size, query, bias=shape.qkv_bias)
+        self.wk = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
+        self.wv = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
         self.wo = nn.Linear(query, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
     def forward(self, x_BLD: Tensor, cos_L1R: Tensor, sin_L1R: Tensor, mask: Any) -> Tensor:
         heads = (*x_BLD.shape[:2], -1, self.head_dim)
-        q_BHLE = rotate(self.wq(x_BLD).view(heads), cos_L1R, sin_L1R).transpose(1, 2)
-        k_BKLE = rotate(self.wk(x_BLD).view(heads), cos_L1R, sin_L1R).transpose(1, 2)
+        q_BLHE, k_BLKE = self.wq(x_BLD).view(heads), self.wk(x_BLD).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLHE, k_BLKE = self.q_norm(q_BLHE), self.k_norm(k_BLKE)
+        q_BHLE = rotate(q_BLHE, cos_L1R, sin_L1R).transpose(1, 2)
+        k_BKLE = rotate(k_BLKE, cos_L1R, sin_L1R).transpose(1, 2)
         v_BKLE = self.wv(x_BLD).view(heads).transpose(1, 2)
         out_BHLE = attend(q_BHLE, k_BKLE, v_BKLE, backend=self.backend, causal=self.causal, mask=mask)
         return self.wo(out_BHLE.transpose(1, 2).flatten(2))

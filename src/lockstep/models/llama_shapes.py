@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.reading import HF_DTYPES, Reader, check_context, divided, one_or_all
 
 if TYPE_CHECKING:
-    from lockstep.models.options import LlamaOptions
+    from lockstep.models.options import LladaOptions, LlamaOptions
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LlamaShape:
     """Every number that decides the tensors and the maths of a LLaMA."""
 
     free_sizes: ClassVar[frozenset[str]] = frozenset(  # that weights do not depend on
-        {"num_layers", "max_position_embeddings", "rope_theta", "rope_scaling"}
+        {"num_layers", "max_position_embeddings", "rope_theta", "rope_scaling", "layout", "bidirectional", "mask"}
     )
 
     vocab_size: int
@@ -46,14 +46,19 @@ class LlamaShape:
     tied: bool = False
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    layout: str = "llama"  # whose names and config.json its files have: llama, llada, qwen2, qwen3
+    bidirectional: bool = False
+    mask: int | None = None  # the id that hides a token, of those that have one
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head, before they are turned
 
     @property
     def model_type(self) -> str:
-        return "llama"
+        return self.layout
 
     def parameters(self) -> int:
         """How many numbers are trained."""
-        norms = (2 * self.num_layers + 1) * self.hidden_size
+        norms = (2 * self.num_layers + 1) * self.hidden_size + self.num_layers * self._layer_small()
         embedding = self.vocab_size * self.hidden_size
         return self.num_layers * self._layer_matmul() + norms + embedding * (1 if self.tied else 2)
 
@@ -70,12 +75,22 @@ class LlamaShape:
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
+    def _layer_small(self) -> int:
+        """Biases, and norms of the heads."""
+        biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
+        return biases + (2 * self.head_dim if self.qk_norm else 0)
+
     def layer_activation_bytes(self, item: int, *, compiled: bool) -> int:
-        """What one layer keeps per token. Compiled: the compiler recomputes norms and SwiGLU."""
+        """What one layer keeps per token. Compiled: the compiler recomputes norms and SwiGLU.
+
+        Looking both ways changes nothing: no kernel keeps the scores.
+        """
         width, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        normed = query + key if self.qk_norm else 0
         if compiled:
-            return item * (3 * width + 2 * query + 2 * key + 2 * self.intermediate_size)
+            return item * (3 * width + 2 * query + 2 * key + 2 * self.intermediate_size + normed)
         norms = 6 * width * item if item >= 4 else 2 * width * (4 + 3 * item)  # eager norms keep an fp32 copy too
+        norms += normed * (2 * item if item >= 4 else 4 + item)  # what comes out of them is turned, and not kept
         return norms + item * (2 * query + 2 * key + 4 * self.intermediate_size)
 
     def head_tokens(self, tokens: int) -> int:
@@ -92,18 +107,14 @@ class LlamaShape:
 
     def to_hf(self, *, dtype_name: str = "fp32") -> dict[str, Any]:
         """The config.json of transformers; rotary settings in the spelling of version 4 and of version 5."""
-        rope: dict[str, Any] = {"rope_type": "default"}
-        if (scaling := self.rope_scaling) is not None:
-            rope = {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low,
-                "high_freq_factor": scaling.high,
-                "original_max_position_embeddings": scaling.original,
-            }
+        if self.layout == "llada":
+            from lockstep.models import llada_shapes  # which is made of LlamaShapes
+
+            return llada_shapes.to_hf(self, dtype_name=dtype_name)
+        rope = {"rope_type": "default"} if self.rope_scaling is None else written_rope(self.rope_scaling)
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [ARCHITECTURES[self.layout]],
+            "model_type": self.layout,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -113,17 +124,16 @@ class LlamaShape:
             "head_dim": self.head_dim,
             "max_position_embeddings": self.max_position_embeddings,
             "rope_theta": self.rope_theta,
-            "rope_scaling": rope if scaling is not None else None,
+            "rope_scaling": rope if self.rope_scaling is not None else None,
             "rope_parameters": {**rope, "rope_theta": self.rope_theta},
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tied,
             "bos_token_id": self.bos,
             "eos_token_id": one_or_all(self.eos),
             "hidden_act": "silu",
-            "attention_bias": False,
             "attention_dropout": 0.0,
-            "mlp_bias": False,
-            "pretraining_tp": 1,
+            **FIXED[self.layout],
+            **({"pretraining_tp": 1} if self.layout == "llama" else {}),
             "use_cache": True,
             "dtype": HF_DTYPES[dtype_name],
             "torch_dtype": HF_DTYPES[dtype_name],
@@ -131,11 +141,14 @@ class LlamaShape:
 
     @classmethod
     def from_hf(cls, tree: Mapping[str, Any], *, where: str = "config.json") -> LlamaShape:
-        """Read such a config.json; refuses whatever this model would not compute exactly."""
-        read = Reader(tree, where)
-        read.only(hidden_act="silu", attention_bias=False, mlp_bias=False)
-        rope, theta = _read_rope(tree, where)
+        """Read such a config.json, of a LLaMA or a Qwen; refuses whatever this model would not compute exactly."""
+        read, layout = Reader(tree, where), str(tree.get("model_type", "llama"))
+        read.only(hidden_act="silu", **FIXED[layout])
+        rope, theta = read_rope(tree, where)
         heads, hidden = read.whole("num_attention_heads"), read.whole("hidden_size")
+        qwen = layout != "llama"
+        if qwen and (kinds := set(tree.get("layer_types") or ()) - {"full_attention"}):
+            raise ConfigError(f"layer_types has {sorted(map(str, kinds))}, this model has full_attention", where=where)
         return cls(
             vocab_size=read.whole("vocab_size"),
             hidden_size=hidden,
@@ -143,18 +156,40 @@ class LlamaShape:
             num_layers=read.whole("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=read.whole("num_key_value_heads", heads),
-            head_dim=read.whole("head_dim", hidden // heads),
-            max_position_embeddings=read.whole("max_position_embeddings", 2048),
+            head_dim=read.whole("head_dim", 128 if layout == "qwen3" else hidden // heads),
+            max_position_embeddings=read.whole("max_position_embeddings", 32768 if qwen else 2048),
             rope_theta=theta,
             rope_scaling=rope,
             rms_norm_eps=read.real("rms_norm_eps", 1e-6),
             tied=tree.get("tie_word_embeddings", False) is True,
             bos=read.token("bos_token_id"),
             eos=read.tokens("eos_token_id"),
+            layout=layout,
+            qkv_bias=layout == "qwen2",
+            qk_norm=layout == "qwen3",
         )
 
 
-def _read_rope(tree: Mapping[str, Any], where: str) -> tuple[RopeScaling | None, float]:
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FIXED: dict[str, dict[str, Any]] = {  # by layout; any other value is another model
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "attention_bias": False},
+}
+
+
+def written_rope(scaling: RopeScaling) -> dict[str, Any]:
+    """As config.json spells it."""
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original,
+    }
+
+
+def read_rope(tree: Mapping[str, Any], where: str) -> tuple[RopeScaling | None, float]:
     """Scaling and theta, from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4)."""
     found: object = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
@@ -203,7 +238,7 @@ KNOWN: dict[str, LlamaShape] = {
 }
 
 
-def overridden(options: LlamaOptions, base: LlamaShape, *, context_length: int) -> LlamaShape:
+def overridden(options: LlamaOptions | LladaOptions, base: LlamaShape, *, context_length: int) -> LlamaShape:
     """The shape named by model_path, overridden key by key."""
     sizes = {
         "hidden_size": options.hidden_size,
@@ -225,7 +260,11 @@ def overridden(options: LlamaOptions, base: LlamaShape, *, context_length: int) 
         )
     if options.rope_scaling == "none":
         given["rope_scaling"] = None
-    shape = replace(base, num_layers=options.num_layers, **given)
+    if options.model_type == "llada":  # whatever it was before
+        given |= {"layout": "llada", "bidirectional": True}
+        if base.mask is not None and base.mask >= given.get("vocab_size", base.vocab_size):
+            given["mask"] = None  # of another vocabulary
+    shape = replace(base, num_layers=options.num_layers or base.num_layers, **given)
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
             f"{shape.num_kv_heads} grouped-query heads do not divide {shape.num_heads} query heads",

@@ -44,17 +44,9 @@ class ModelOptions(Section, frozen=True):
     )
 
 
-class LlamaOptions(ModelOptions, frozen=True):
-    """A LLaMA."""
+class DecoderOptions(ModelOptions, frozen=True):
+    """A model of LLaMA's blocks, whichever way it looks."""
 
-    model_type: Literal["llama"] = setting("llama", "Model family; must agree with the family being trained.")
-    model_path: str = setting(
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "Shape by name (see `lockstep config explain model.model_path`), a folder in Hugging Face form, or a hub id.",
-        min_length=1,
-        max_length=500,
-    )
-    num_layers: int = setting(4, "Number of transformer layers.", ge=1, le=1000)
     num_key_value_heads: int | None = setting(
         None, f"Grouped-query heads; must divide the query heads ({FROM_SHAPE}).", ge=1, le=1 << 12
     )
@@ -66,6 +58,42 @@ class LlamaOptions(ModelOptions, frozen=True):
     tie_word_embeddings: bool | None = setting(None, f"Share embedding and output matrix ({FROM_SHAPE}).")
     depth_scaled_init: bool = setting(False, "Divide the residual projections' std by sqrt(2 * num_layers).")
     dropout: float = setting(0.0, "Dropout on the residual branches; LLaMA itself uses none.", ge=0, lt=1)
+
+
+class LlamaOptions(DecoderOptions, frozen=True):
+    """A LLaMA: each token sees those before it."""
+
+    model_type: Literal["llama"] = setting("llama", "Model family; must agree with the family being trained.")
+    model_path: str = setting(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "Shape by name (see `lockstep config explain model.model_path`), a folder in Hugging Face form, or a hub id.",
+        min_length=1,
+        max_length=500,
+    )
+    num_layers: int = setting(4, "Number of transformer layers.", ge=1, le=1000)
+
+
+class LladaOptions(DecoderOptions, frozen=True):
+    """A LLaDA: the same blocks, and every token sees the whole row."""
+
+    model_type: Literal["llada"] = setting("llada", "Model family; must agree with the family being trained.")
+    model_path: str = setting(
+        "lockstep/llada-small",
+        "Shape by name (lockstep/llada-tiny, -demo, -small, -base, GSAI-ML/LLaDA-8B-Base, ...), a folder in Hugging "
+        "Face form, or a hub id; a LLaMA, Qwen2 or Qwen3 may be one's beginning.",
+        min_length=1,
+        max_length=500,
+    )
+    num_layers: int | None = setting(None, f"Number of transformer layers ({FROM_SHAPE}).", ge=1, le=1000)
+    lora_rank: int = setting(
+        0, "Train only low-rank additions of this rank to frozen weights; 0: all weights.", ge=0, le=4096
+    )
+    lora_alpha: float | None = setting(
+        None, "Additions are scaled by alpha / rank (null: twice the rank).", gt=0, le=1e6
+    )
+    lora_targets: str = setting(
+        "all", "Matrices with additions: all, or some of q,k,v,o,gate,up,down.", min_length=1, max_length=100
+    )
 
 
 class EncoderOptions(ModelOptions, frozen=True):

@@ -32,6 +32,13 @@ class Reader:
             raise ConfigError(f"{key}: expected a positive number, got {str(value)[:80]}", where=self.where)
         return float(value)
 
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        value = self.tree.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}: expected true or false, got {str(value)[:80]}", where=self.where)
+        return value
+
     def token(self, key: str) -> int | None:
         """An id of the vocabulary, where there is one."""
         value = self.tree.get(key)

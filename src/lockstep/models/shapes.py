@@ -5,15 +5,16 @@ Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import ConfigError, NotFoundError
-from lockstep.models import encoder_shapes, llama_shapes
+from lockstep.models import encoder_shapes, llada_shapes, llama_shapes
 from lockstep.models.encoder_shapes import EncoderShape
 from lockstep.models.llama_shapes import LlamaShape, RopeScaling
+from lockstep.models.memory import ITEM_BYTES, Lora, Memory, Sharing, check_lora, chunk_tokens, memory_bytes
 from lockstep.models.reading import HF_DTYPES
 from lockstep.registry import suggest
 
@@ -21,17 +22,19 @@ if TYPE_CHECKING:
     from lockstep.models.options import ModelOptions
 
 __all__ = [
-    "HF_DTYPES", "ITEM_BYTES", "KNOWN", "AnyShape", "EncoderShape", "LlamaShape", "Memory", "RopeScaling", "Shape",
-    "chunk_tokens", "from_hf", "full_name", "known", "memory_bytes", "names", "resolve", "with_tokens",
+    "HF_DTYPES", "ITEM_BYTES", "KNOWN", "AnyShape", "EncoderShape", "LlamaShape", "Lora", "Memory", "RopeScaling",
+    "Shape", "Sharing", "chunk_tokens", "from_hf", "full_name", "known", "memory_bytes", "names", "resolve",
+    "with_tokens",
 ]  # fmt: skip
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 DOCUMENTED_WEIGHTS = "mlm_model.pth"  # of the result folder of masked-LM
+ADAPTER_CONFIG = "adapter_config.json"  # of the peft package
 AnyShape = LlamaShape | EncoderShape
-KNOWN: dict[str, AnyShape] = {**llama_shapes.KNOWN, **encoder_shapes.KNOWN}
-READERS: dict[str, type[AnyShape]] = {
-    "llama": LlamaShape,
-    **dict.fromkeys(encoder_shapes.MODEL_TYPES.values(), EncoderShape),
+KNOWN: dict[str, AnyShape] = {**llama_shapes.KNOWN, **llada_shapes.KNOWN, **encoder_shapes.KNOWN}
+READERS: dict[str, Callable[..., AnyShape]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), LlamaShape.from_hf),
+    "llada": llada_shapes.from_hf,
+    **dict.fromkeys(encoder_shapes.MODEL_TYPES.values(), EncoderShape.from_hf),
 }
 
 
@@ -101,8 +104,11 @@ def full_name(name: str) -> str:
 
 def names(options: type[ModelOptions]) -> tuple[str, ...]:
     """The known shapes that these options can ask for."""
-    kind = _kind(options)
-    return tuple(name for name, shape in KNOWN.items() if isinstance(shape, kind))
+    from lockstep.models.options import EncoderOptions, LladaOptions
+
+    if issubclass(options, EncoderOptions):
+        return tuple(encoder_shapes.KNOWN)
+    return tuple(llada_shapes.KNOWN if issubclass(options, LladaOptions) else llama_shapes.KNOWN)
 
 
 def from_hf(tree: Mapping[str, Any], *, where: str = "config.json") -> AnyShape:
@@ -114,17 +120,19 @@ def from_hf(tree: Mapping[str, Any], *, where: str = "config.json") -> AnyShape:
             where=where,
             hint=f"model.model_path {suggest('', list(KNOWN))}",
         )
-    return reader.from_hf(tree, where=where)
+    return reader(tree, where=where)
 
 
 def resolve(options: ModelOptions, *, context_length: int, token: str | None = None) -> AnyShape:
     """The shape that `model.*` asks for: named, read from a folder or the hub; then overridden key by key."""
-    from lockstep.models.options import EncoderOptions, LlamaOptions
+    from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions
 
     base = _base(options, token)
     shape: AnyShape | None = None
-    if isinstance(options, LlamaOptions) and isinstance(base, LlamaShape):
+    fits = isinstance(options, LladaOptions) or base.model_type == "llama"  # of the others each is a family's own
+    if isinstance(options, LlamaOptions | LladaOptions) and isinstance(base, LlamaShape) and fits:
         shape = llama_shapes.overridden(options, base, context_length=context_length)
+        check_lora(Lora.of(options), shape)
     elif isinstance(options, EncoderOptions) and isinstance(base, EncoderShape):
         shape = encoder_shapes.overridden(options, base, context_length=context_length)
     if shape is None:
@@ -138,21 +146,22 @@ def resolve(options: ModelOptions, *, context_length: int, token: str | None = N
     return shape
 
 
-def with_tokens(shape: AnyShape, *, separator: int, specials: Mapping[str, int]) -> AnyShape:
-    """The same with the ids of the tokenizer it was trained with, for those who will use it."""
-    if isinstance(shape, LlamaShape):
+def with_tokens(shape: AnyShape, *, separator: int, specials: Mapping[str, int], mask: int | None = None) -> AnyShape:
+    """The same with the ids of the tokenizer it was trained with, for its users; `mask` is the objective's."""
+    if isinstance(shape, EncoderShape):
+        return replace(shape, pad=specials.get("pad"), bos=specials.get("cls"), eos=(specials.get("sep", separator),))
+    if shape.layout != "llada":
         return replace(shape, eos=(separator,))
-    return replace(shape, pad=specials.get("pad"), bos=specials.get("cls"), eos=(specials.get("sep", separator),))
-
-
-def _kind(options: type[ModelOptions]) -> type[AnyShape]:
-    from lockstep.models.options import EncoderOptions
-
-    return EncoderShape if issubclass(options, EncoderOptions) else LlamaShape
+    return replace(shape, eos=(separator,), mask=specials.get("mask", shape.mask) if mask is None else mask)
 
 
 def _check_pretrained(options: ModelOptions, base: AnyShape, shape: AnyShape) -> None:
-    """Weights that exist have the sizes they have; our own shapes have none."""
+    """Weights that exist have the sizes they have; our own shapes have none.
+
+    A LLaDA that begins with weights of another kind may need one row more than they have: for the mask.
+    """
+    from lockstep.models.options import LladaOptions
+
     path = options.model_path
     if full_name(path).startswith("lockstep/") and not Path(path).expanduser().is_dir():
         raise ConfigError(
@@ -160,7 +169,9 @@ def _check_pretrained(options: ModelOptions, base: AnyShape, shape: AnyShape) ->
             where="model.init",
             hint="model.init=random, or model.model_path=FOLDER with weights",
         )
-    for name in (field.name for field in fields(shape) if field.name not in shape.free_sizes):
+    grown = isinstance(options, LladaOptions) and shape.vocab_size > base.vocab_size
+    free = {*shape.free_sizes, *(("vocab_size",) if grown else ())}
+    for name in (field.name for field in fields(shape) if field.name not in free):
         if getattr(shape, name) != getattr(base, name):
             raise ConfigError(
                 f"{name} {getattr(shape, name)} differs from the pretrained weights' {getattr(base, name)}",
@@ -194,7 +205,12 @@ def _base(options: ModelOptions, token: str | None) -> AnyShape:
 
         return microbert.shape_of(folder / DOCUMENTED_WEIGHTS, heads=options.num_attention_heads)
     if folder.is_dir():
-        raise NotFoundError(f"the folder has neither {CONFIG_FILE} nor {DOCUMENTED_WEIGHTS}", where=model_path)
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        raise NotFoundError(
+            f"the folder has neither {CONFIG_FILE} nor {DOCUMENTED_WEIGHTS}",
+            where=model_path,
+            hint="an adapter is no model: lockstep export RUN --to hf writes both as one" if is_adapter else "",
+        )
     if folder.is_file():
         raise NotFoundError(f"{model_path!r} is a file", where="model.model_path", hint=f"{folder.parent}, its folder")
     if not looks_like_id(model_path):
@@ -204,50 +220,3 @@ def _base(options: ModelOptions, token: str | None) -> AnyShape:
             hint=suggest(model_path, list(names(type(options)))),
         )
     return from_hf(read_json(download(model_path, CONFIG_FILE, token=token)), where=model_path)
-
-
-# --------------------------------------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True)
-class Memory:
-    """An estimate of what one GPU must hold, in bytes, by cause."""
-
-    weights: int
-    gradients: int
-    moments: int  # AdamW
-    copies: int  # of the weights in half precision, made by autocast
-    activations: int  # kept for the backward pass
-    head: int  # logits of one chunk and their gradient
-
-    @property
-    def states(self) -> int:
-        return self.weights + self.gradients + self.moments
-
-    @property
-    def total(self) -> int:
-        return self.states + self.copies + self.activations + self.head
-
-
-def memory_bytes(
-    shape: Shape, *, batch_size: int, context_length: int, dtype_name: str, checkpointing: bool, compiled: bool
-) -> Memory:
-    """Memory of training with AdamW over fp32 weights: 16 bytes a parameter, and what a micro-batch leaves behind."""
-    count, tokens, item = shape.parameters(), batch_size * context_length, ITEM_BYTES[dtype_name]
-    layer, word = tokens * shape.layer_activation_bytes(item, compiled=compiled), max(4, item)
-    residual = tokens * shape.hidden_size * item
-    kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
-    chunk = min(shape.head_tokens(tokens), chunk_tokens(shape.vocab_size))
-    return Memory(
-        weights=word * count,
-        gradients=word * count,
-        moments=2 * word * count,
-        copies=0 if item >= 4 else item * shape.matmul_parameters(),
-        activations=kept + 3 * residual,
-        head=chunk * shape.vocab_size * (2 * word + item),
-    )
-
-
-def chunk_tokens(vocab_size: int) -> int:
-    """How many tokens' logits exist at once: 2048 for large vocabularies, more for small ones."""
-    return max(2048, (1 << 25) // vocab_size)

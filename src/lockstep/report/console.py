@@ -13,8 +13,11 @@ from typing import IO, Any, Literal
 from lockstep.contracts import StepRecord
 from lockstep.report.logs import COLUMNS, console_handler, is_terminal
 from lockstep.report.words import (
+    USUAL,
+    WORDINGS,
     Banner,
     Summary,
+    format_buckets,
     format_duration,
     format_estimate,
     format_eta,
@@ -134,8 +137,10 @@ class ConsoleSink:
         stream: IO[str] | None = None,
         brief: bool = False,
         facts: Facts | None = None,
+        family: str = "",
     ) -> None:
         self._max_steps = max_steps
+        self._words = WORDINGS.get(family, USUAL)
         self._epochs, self._epoch_steps = 0, 0.0  # told by the start of a run that counts in them
         self._window: _Window | None = None
         self._facts = facts
@@ -186,7 +191,10 @@ class ConsoleSink:
         elif kind == "estimate":
             log.info("%s", format_estimate(fields))
         elif kind == "results":
-            log.info("%s model saved to %s", str(fields.get("family", "")).upper(), fields.get("path"))
+            family, path = str(fields.get("family", "")).upper(), fields.get("path")
+            log.info("%s", self._words.results.format(family=family, path=path))
+        elif kind == "first_loss" and self._words.first:
+            log.info("%s", self._words.first.format(loss=fields["loss"], expected=fields["expected"]))
 
     def close(self) -> None:
         """Take the bar down; the last step gets its line if it has none yet."""
@@ -216,19 +224,25 @@ class ConsoleSink:
     def _show_validation(self, fields: Mapping[str, Any]) -> None:
         parts = ["Validation", f"Step {fields.get('step', 0)}"]
         loss, accuracy = fields.get("val_loss"), fields.get("val_accuracy")
+        buckets = format_buckets(fields)
+        at_most = "at most " if buckets else ""  # a bound
         if isinstance(loss, float):
-            parts += [f"Loss: {format_number(loss)}", f"Perplexity: {format_perplexity(loss)}"]
+            parts += [f"Loss: {at_most}{format_number(loss)}", f"Perplexity: {at_most}{format_perplexity(loss)}"]
         if isinstance(accuracy, float):
             parts.append(f"Accuracy: {format_number(accuracy)}")
+        parts += [buckets] if buckets else []
         log.info("%s", " | ".join(parts + self._pace.parts() + self._gpu()))
         self._pace = _Pace()
 
     def _show_epoch(self, fields: Mapping[str, Any]) -> None:
         self._count(fields)
-        parts = [f"Epoch {fields['epoch']}/{fields['epochs']}", format_duration(fields["seconds"]), *self._gpu()]
-        log.info("%s", " | ".join(parts))
         losses = (fields[name] if fields[name] is not None else math.nan for name in ("train_loss", "val_loss"))
-        log.info("Train Loss: %s | Val Loss: %s", *map(format_number, losses))
+        train, val = map(format_number, losses)
+        facts = {name: fields[name] for name in ("epoch", "epochs", "seconds")}
+        duration, gpu = format_duration(fields["seconds"]), "".join(f" | {part}" for part in self._gpu())
+        lr = self._last.lr if self._last else 0.0
+        for line in self._words.epoch:
+            log.info("%s", line.format(**facts, duration=duration, gpu=gpu, train=train, val=val, lr=lr))
 
     def _gpu(self) -> list[str]:
         """How busy the GPU is, where that can be said; a run in epochs says also that it cannot."""

@@ -84,6 +84,44 @@ def format_estimate(fields: Mapping[str, Any]) -> str:
     return f"Estimated time: about {format_about(fields['seconds'])} ({what})"
 
 
+@dataclass(frozen=True)
+class Wording:
+    """The lines that the guide of a family documents, where they are not the usual ones."""
+
+    outcome: str = "Training completed successfully!"
+    epoch: tuple[str, ...] = ("Epoch {epoch}/{epochs} | {duration}{gpu}", "Train Loss: {train} | Val Loss: {val}")
+    results: str = "{family} model saved to {path}"
+    first: str = ""  # of the first loss, beside what it must be
+    best: bool = False  # whether the end tells the best validation loss of all epochs
+
+
+USUAL = Wording()
+WORDINGS = {
+    "mlm": Wording(outcome="MLM pre-training completed!"),
+    "llada": Wording(
+        outcome="Training completed!",
+        epoch=(
+            "Epoch {epoch}/{epochs} completed in {seconds:.2f}s",
+            "Train Loss: {train}",
+            "Val Loss: {val}",
+            "Learning Rate: {lr:.6f}",
+        ),
+        results="Checkpoint saved to {path}",
+        first="First loss {loss:.4f}, expected initial bound {expected:.4f} (where these tokens are hidden)",
+        best=True,
+    ),
+}
+
+
+def format_buckets(measures: Mapping[str, Any], prefix: str = "val_loss_t_") -> str:
+    """The cross-entropy where few, half and nearly all tokens are hidden: `by share hidden 0.0: 1.92, 0.5: ...`."""
+    found = {int(name.removeprefix(prefix)): value for name, value in measures.items() if name.startswith(prefix)}
+    if not found:
+        return ""
+    shown = sorted({min(found), sorted(found)[len(found) // 2], max(found)})
+    return "By share hidden: " + ", ".join(f"{100 * (2 * each + 1) // 20} % {found[each]:.2f}" for each in shown)
+
+
 def _plural(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
@@ -127,6 +165,7 @@ class Banner(_Facts):
     logs: tuple[str, ...] = ()  # log files
     epochs: int = 0  # 0: the run counts in steps only
     epoch_steps: float = 0.0  # of one epoch; it may end within a batch
+    vocab_size: int = 0  # rows of the embedding
 
     def lines(self, width: int = COLUMNS) -> list[str]:
         total = format_bytes(sum(self.memory_bytes.values()))
@@ -164,7 +203,8 @@ class Summary(_Facts):
     tokens_per_second: float
     seconds: float
     results: str  # folder of the run
-    outcome: str = "Training completed successfully!"
+    outcome: str = USUAL.outcome
+    best_val_loss: float | None = None  # of all epochs, where the family's guide has that line
     first_loss: float | None = None
     val_loss: float | None = None
     mfu: float | None = None
@@ -191,7 +231,8 @@ class Summary(_Facts):
             ("wall time", [format_duration(self.seconds)]),
             ("results", [self.results]),
         ]
-        lines = ["─" * width, self.outcome, *_table(rows, width)]
+        best = [f"Best validation loss: {format_number(self.best_val_loss)}"] if self.best_val_loss is not None else []
+        lines = ["─" * width, self.outcome, *best, *_table(rows, width)]
         if self.workers:
             lines += ["", *_usage(self.workers)]
         if self.sample:

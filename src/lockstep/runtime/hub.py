@@ -228,6 +228,11 @@ def cached(repo: Repo, filename: str, revision: str = "main") -> Path | None:
     return None
 
 
+def absent(repo: Repo, filename: str, revision: str = "main") -> bool:
+    """Whether the hub has said before that there is no such file; no request is made."""
+    return (_folder(repo) / ".no_exist" / (local_commit(repo, revision) or revision) / filename).is_file()
+
+
 def local_commit(repo: Repo, revision: str) -> str:
     """The commit that a branch or tag was when it was first met; '': never met."""
     if COMMIT.fullmatch(revision):

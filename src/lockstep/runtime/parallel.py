@@ -48,15 +48,15 @@ def flat_offset(tensor: Tensor) -> int:
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """`part`, which belongs to local(parameter) as a moment does, with the parameter's place in the whole."""
+    """`part`, which has the rows of local(parameter) as a moment does, with their place in the whole."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor
 
     shared: Any = parameter
-    return DTensor.from_local(
-        part, shared.device_mesh, shared.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    shape = torch.Size((parameter.shape[0], *part.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, shared.device_mesh, shared.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -90,10 +90,13 @@ class Member:
 class HfSource:
     """Documents of one or several datasets of the hub, one file after another."""
 
-    def __init__(self, name: str, members: Iterable[Member], *, streaming: bool = False, token: str | None = None):
+    def __init__(
+        self, name: str, members: Iterable[Member], *, streaming: bool = False, token: str | None = None,
+        conversations: bool = False,
+    ) -> None:  # fmt: skip
         self.name = COMMITS.sub("", name)
         self.members = tuple(members)
-        self._streaming, self._token = streaming, token
+        self._streaming, self._token, self._conversations = streaming, token, conversations
         self._files = [(member, number) for member in self.members for number in range(len(member.files))]
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -115,7 +118,8 @@ class HfSource:
         kind = formats.kind_of(file.name)
         assert kind is not None, file.name
         cut = cut_limit(sum(other.size for other in member.files))  # a single long text is many documents
-        how = formats.Reading(kind, f"{member.title}/{file.name}", member.column, cut)
+        where, talk = f"{member.title}/{file.name}", self._conversations
+        how = formats.Reading(kind, where, member.column, cut, conversations=talk)
         with self._open(member, number) as opened:
             records = formats.walk(opened, how, start)
             if member.records == "each":
@@ -171,7 +175,8 @@ def build(options: DataOptions) -> HfSource:
         roots = pins.cache_roots(options.cache_dir)
         pinned = [pins.pin(reference, roots, token=token) for reference in references(options)]
         members = [_member(pin, options.text_column) for pin in pinned]
-    return HfSource(name, members, streaming=options.streaming, token=token)
+    talk = options.documents == "answers"
+    return HfSource(name, members, streaming=options.streaming, token=token, conversations=talk)
 
 
 def pinned_name(options: DataOptions) -> str:

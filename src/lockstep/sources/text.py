@@ -75,7 +75,7 @@ def _find_files(pattern: str) -> list[tuple[str, Path]]:
 
 
 @contextlib.contextmanager
-def _reading(file: Path) -> Generator[None]:
+def reading(file: Path) -> Generator[None]:
     """Whatever keeps a file from being read, as one message that names it."""
     try:
         yield
@@ -85,17 +85,39 @@ def _reading(file: Path) -> Generator[None]:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(file)) from error
 
 
+def content_of(files: list[tuple[str, Path]], memo: Path | None) -> dict[str, Any]:
+    """What files hold, by name, size and SHA-256 of each; those of large ones are remembered in a file."""
+    known = _read_memo(memo)
+    entries: list[tuple[str, int, str]] = []
+    learnt: dict[str, list[Any]] = {}
+    for name, file in files:
+        with reading(file):
+            status = file.stat()
+            seen = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+            place = str(file.resolve()).encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
+            digest: str = known[place][1] if place in known and known[place][0] == seen else sha256(file)
+        entries.append((name, status.st_size, digest))
+        if status.st_size >= MEMO_BYTES and time.time() - status.st_mtime > MEMO_AGE_SECONDS:
+            learnt[place] = [seen, digest]
+    if memo and not learnt.items() <= known.items():
+        _write_memo(memo, known | learnt)
+    content = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    return {"files": len(entries), "bytes": sum(entry[1] for entry in entries), "sha256": content}
+
+
 class TextSource:
     """Documents of local files."""
 
     name = "text"
 
     def __init__(
-        self, pattern: str, *, column: str | None = None, memo: Path | None = None, numbers: bool = False
-    ) -> None:
+        self, pattern: str, *, column: str | None = None, memo: Path | None = None, numbers: bool = False,
+        conversations: bool = False,
+    ) -> None:  # fmt: skip
         self.pattern = pattern
         self.column = column
         self.numbers = numbers  # those of the column count as text
+        self.conversations = conversations
         self.files = find_files(pattern)
         self._memo = memo
         self._kinds = [cast("formats.Kind", formats.kind_of(name)) for name, _ in self.files]
@@ -104,23 +126,7 @@ class TextSource:
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Names, sizes and SHA-256 of the files. A large file is read again only when its size or a time changed."""
-        known = _read_memo(self._memo)
-        entries: list[tuple[str, int, str]] = []
-        learnt: dict[str, list[Any]] = {}
-        for name, file in self.files:
-            with _reading(file):
-                status = file.stat()
-                seen = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-                place = str(file.resolve()).encode("utf-8", "backslashreplace").decode()  # a name may be any bytes
-                digest: str = known[place][1] if place in known and known[place][0] == seen else sha256(file)
-            entries.append((name, status.st_size, digest))
-            if status.st_size >= MEMO_BYTES and time.time() - status.st_mtime > MEMO_AGE_SECONDS:
-                learnt[place] = [seen, digest]
-        if self._memo and not learnt.items() <= known.items():
-            _write_memo(self._memo, known | learnt)
-        content = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-        return {"files": len(entries), "bytes": sum(entry[1] for entry in entries), "sha256": content,
-                "text_column": self.column}  # fmt: skip
+        return {**content_of(self.files, self._memo), "text_column": self.column}
 
     def documents(self) -> Iterator[Document]:
         return (document for _, document in self.walk())
@@ -136,8 +142,9 @@ class TextSource:
                 column=self.column,
                 cut_characters=self._cut_characters,
                 numbers=self.numbers,
+                conversations=self.conversations,
             )
-            with _reading(file), file.open("rb") as opened:
+            with reading(file), file.open("rb") as opened:
                 for after, document in formats.walk(opened, how, skipped):
                     yield (number, after), document
             skipped = 0
@@ -180,7 +187,7 @@ def _suffix_of(file: BinaryIO) -> str:
 
 
 def _size(file: Path) -> int:
-    with _reading(file):
+    with reading(file):
         return file.stat().st_size
 
 
@@ -205,10 +212,15 @@ def _write_memo(memo: Path, known: Mapping[str, Any]) -> None:
         return
 
 
+def memo_of(options: DataOptions) -> Path:
+    """Where hashes of large files are remembered."""
+    return Path(options.cache_dir).expanduser() / "lockstep-hashes.json"
+
+
 def build(options: DataOptions) -> TextSource:
     if options.data_path is None:
         raise ConfigError("no text to read", where="data.data_path", hint=HINT)
     if options.data_path == STDIN:  # `spool` comes first, in the one process that stdin belongs to
         raise ConfigError("stdin has not been copied", where="data.data_path=-", hint=HINT)
-    memo = Path(options.cache_dir).expanduser() / "lockstep-hashes.json"
-    return TextSource(options.data_path, column=options.text_column, memo=memo)
+    talk = options.documents == "answers"
+    return TextSource(options.data_path, column=options.text_column, memo=memo_of(options), conversations=talk)

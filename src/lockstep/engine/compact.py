@@ -1,0 +1,150 @@
+"""AdamW whose moments are kept in bf16 or int8 (see moments.py): decoded, updated and encoded some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine import moments
+from lockstep.engine.optimizer import AdamW, Group
+from lockstep.engine.options import TrainingOptions
+from lockstep.runtime.parallel import flat_offset, local
+
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements at a time: bounds what lies beside the moments
+VARIANTS = 32  # of widths, whole and last chunks, with and without decay
+COMPILED = ("cuda",)  # where the update is one kernel instead of fifty
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What an update knows beforehand."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+
+
+class CompactAdamW(AdamW):
+    """The same rule and the same gate; only the keeping of the moments differs."""
+
+    def __init__(self, model: nn.Module, options: TrainingOptions, device: torch.device, *, seed: int) -> None:
+        super().__init__(model, options, device)
+        self.kind = options.optimizer_states
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.keys = {
+            id(parameter): torch.tensor(
+                moments.stream_key(seed, names[id(parameter)]), dtype=torch.int32, device=device
+            )
+            for parameter in self.parameters
+        }
+
+    def _make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return moments.empty_states(local(parameter), self.options.optimizer_states)
+
+    @torch.no_grad()
+    def step(self, divisor: Tensor, skip: Tensor) -> None:
+        """Update with gradients / divisor; where skip is 1 nothing changes, neither weights nor moments nor counts."""
+        options = self.options
+        self.applied += 1
+        count = self.applied.double()
+        shared = {
+            "step": self.applied.int(),
+            "rate": self.lr.double() / (1 - options.adam_beta1**count),
+            "root": (1 - options.adam_beta2**count).sqrt(),
+            "lr": self.lr.double(),
+            "divisor": divisor,
+            "kept": skip > 0,
+        }
+        constants = Constants(options.adam_beta1, options.adam_beta2, options.adam_epsilon)
+        with _compiling(self.lr.device):
+            for group in self.groups:
+                for parameter in group.parameters:
+                    if parameter.grad is not None:
+                        self._update(parameter, group, shared, constants)
+        self.applied -= skip
+
+    def _update(self, parameter: nn.Parameter, group: Group, shared: dict[str, Tensor], constants: Constants) -> None:
+        part, gradient = local(parameter), local(parameter.grad)  # pyright: ignore[reportArgumentType] - there is one
+        if not part.numel():
+            return
+        begin = flat_offset(parameter)
+        part, gradient, states = _by_blocks(part, gradient, self.states[id(parameter)])
+        update = _compiled() if part.device.type in COMPILED else _update_rows
+        numbers = {name: _as(value, part.dtype) for name, value in shared.items()}
+        values = moments.second_values(part.device)
+        for rows, first in _chunks(part):
+            start = torch.full((), moments.signed(begin + first), dtype=torch.int32, device=part.device)
+            update(
+                part[rows],
+                gradient[rows],
+                {name: kept[rows] for name, kept in states.items()},
+                {**numbers, "key": self.keys[id(parameter)], "first": start, "values": values},
+                constants=constants,
+                decay=group.weight_decay,
+            )
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _by_blocks(part: Tensor, gradient: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Rows of one block each, where blocks fill the rows: tensors of all widths are then one and the same kernel."""
+    if part.ndim != 2 or part.shape[1] % moments.BLOCK:
+        return part, gradient, states
+    scaled = {name: kept.view(-1, 1) for name, kept in states.items() if name in moments.SCALES}
+    plain = {name: kept.view(-1, moments.BLOCK) for name, kept in states.items() if name not in moments.SCALES}
+    return part.view(-1, moments.BLOCK), gradient.reshape(-1, moments.BLOCK), {**plain, **scaled}
+
+
+def _chunks(part: Tensor) -> Iterator[tuple[slice, int]]:
+    """Runs of rows, and the flat index of their first element."""
+    width = part[:1].numel()
+    rows = max(1, CHUNK.get(part.device.type, 1 << 20) // width)
+    for start in range(0, part.shape[0], rows):
+        yield slice(start, start + rows), start * width
+
+
+def _update_rows(
+    part: Tensor, gradient: Tensor, states: dict[str, Tensor], given: dict[str, Tensor], *, constants: Constants,
+    decay: float,
+) -> None:  # fmt: skip
+    """AdamW on some rows, in place."""
+    old_first, old_second = moments.decode(states, part.dtype, given["values"])
+    gradient = gradient / given["divisor"]
+    first = old_first + (gradient - old_first) * (1 - constants.beta1)
+    second = old_second * constants.beta2 + gradient * gradient * (1 - constants.beta2)
+    new = part * (1 - given["lr"] * decay) if decay else part
+    new = new - given["rate"] * first / (second.sqrt() / given["root"] + constants.epsilon)
+    bits = moments.noise(part.shape, first=given["first"], key=given["key"], step=given["step"])
+    encoded = moments.encode(first, second, bits, states, given["values"])
+    part.copy_(torch.where(given["kept"], part, new))
+    for name, kept in states.items():
+        kept.copy_(torch.where(given["kept"], kept, encoded[name]))
+
+
+def _compiling(device: torch.device) -> AbstractContextManager[Any]:
+    """The blocks of a step may have run without the compiler, and may yet run again; the update is to have it."""
+    return torch.compiler.set_stance("default") if device.type in COMPILED else nullcontext()
+
+
+@cache
+def _compiled() -> Any:
+    """The same as one kernel. Each width has its own; should there be more than the compiler allows, they run as is."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
+    return torch.compile(_update_rows)
+
+
+def make_optimizer(model: nn.Module, options: TrainingOptions, device: torch.device, *, seed: int) -> AdamW:
+    """The optimizer that `training.optimizer_states` asks for."""
+    if options.optimizer_states == "fp32":
+        return AdamW(model, options, device)
+    return CompactAdamW(model, options, device, seed=seed)

@@ -1,0 +1,202 @@
+"""The documented files of an epoch: checkpoint_epoch_<N>.pt and stats_epoch_<N>.json, written and read again.
+
+Weights have the names of LLaDA's own files, so that `model.module.load_state_dict(checkpoint["model_state_dict"])`
+works on a model of that kind wrapped by DDP, after a plain `torch.load`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from lockstep import rundir
+from lockstep.engine import legacy
+from lockstep.engine.checkpoint import State
+from lockstep.engine.legacy import EXTRA_KEY, Marked, names_in_order
+from lockstep.engine.moments import MOMENTS
+from lockstep.engine.parts import Parts
+from lockstep.engine.progress import Progress
+from lockstep.engine.state import capture
+from lockstep.errors import DataError
+from lockstep.models import hf_names, lora
+from lockstep.models.shapes import AnyShape
+from lockstep.runtime.parallel import whole
+
+logger = logging.getLogger(__name__)
+
+EVERY = 5  # epochs: a file of each such one, beside those of the best and of the last
+WRAPPED = "module."  # what DDP puts before the names of a model that was not unwrapped
+Losses = list[float | None]
+
+
+def write(parts: Parts) -> Path | None:
+    """Both files of the epoch that has just ended, if it is to have them. All ranks call it, rank 0 writes."""
+    told = figures(parts)
+    folder, group = Path(str(parts.config.report.results_dir)), parts.council.group
+    path = folder / f"checkpoint_epoch_{told['epoch']}.pt"
+    if not group.together(lambda: wanted(parts, told["val_losses"]) and not is_there(path, told)):
+        return None
+    state = capture(parts.stepper, parts.progress, parts.about)
+    weights, optimizer = _gathered(parts, state, keep=group.rank == 0)
+    content = {
+        **told,
+        "model_state_dict": weights,
+        "optimizer_state_dict": optimizer,
+        "scheduler_state_dict": {
+            "last_epoch": state.run["applied_steps"],
+            "_last_lr": [parts.stepper.optimizer.lr.item()],
+        },
+        EXTRA_KEY: state.run,
+    }
+    group.together(lambda: _write(path, content, told, parts))
+    return path
+
+
+def figures(parts: Parts) -> dict[str, Any]:
+    """What both files tell; a run that does not count in epochs has made one."""
+    progress = parts.progress
+    train, val = [*progress.train_losses], [*progress.val_losses]
+    if not train:
+        train, val = [progress.mean_loss], [parts.known_val_loss]
+    model: Any = parts.stepper.model
+    mask: int | None = getattr(parts.stepper.objective, "mask", None)
+    return {
+        "epoch": len(train),
+        "train_losses": train,
+        "val_losses": val,
+        "vocab_size": model.shape.vocab_size,
+        "mask_token": mask,
+    }
+
+
+def wanted(parts: Parts, val_losses: Losses) -> bool:
+    """Of the best epoch so far, of every fifth, and of the last."""
+    *before, last = val_losses
+    best = last is not None and all(loss is None or last < loss for loss in before)
+    patience = parts.config.training.patience
+    over = parts.is_over(parts.progress.step) or 0 < patience <= parts.progress.stale_steps
+    return best or over or len(val_losses) % EVERY == 0
+
+
+def is_there(path: Path, told: Mapping[str, Any]) -> bool:
+    """Whether this very epoch was written before: by a run that goes on from its end, or after a kill."""
+    try:
+        return path.is_file() and json.loads(stats_of(path).read_text(encoding="utf-8")) == told
+    except (OSError, ValueError):
+        return False
+
+
+def stats_of(path: Path) -> Path:
+    return path.with_name(f"stats_{path.stem.removeprefix('checkpoint_')}.json")
+
+
+def _gathered(parts: Parts, state: State, *, keep: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights under LLaDA's names and the optimizer's state, put together from all ranks tensor by tensor."""
+    stepper = parts.stepper
+    model: Any = stepper.model
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor | None:
+        parts.link.enter("save")
+        return tensor.cpu().contiguous() if keep else None
+
+    with torch.no_grad():
+        weights = {name: kept(weight) for name, weight in lora.merged(model)}  # as a plain model has them
+        moments = {name: kept(whole(moment)) for name, moment in state.optimizer.items()}
+    if not keep:
+        return {}, {}
+    optimizer = stepper.optimizer.state_dict()
+    for place, name in enumerate(names_in_order(stepper)):
+        slot = optimizer["state"][place]
+        slot |= {kind: moments[f"{kind}.{name}"] for kind in slot if f"{kind}.{name}" in moments}
+        slot["step"] = slot["step"].cpu()
+    return {_their_name(model.shape, name): tensor for name, tensor in weights.items()}, optimizer
+
+
+def _their_name(shape: AnyShape, name: str) -> str:
+    (one,) = hf_names.their_names(shape, name)
+    return one
+
+
+def _write(path: Path, content: Mapping[str, Any], told: Mapping[str, Any], parts: Parts) -> None:
+    link = parts.council.group.told(parts.link)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with rundir.replacing(path) as temporary, temporary.open("xb") as file:
+            torch.save(dict(content), cast("IO[bytes]", Marked(file, link)))
+        rundir.write_json(stats_of(path), dict(told))
+    except (OSError, RuntimeError) as error:
+        os_error = error if isinstance(error, OSError) else OSError(str(error))
+        raise rundir.io_error(os_error, path, doing="writing the results") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def is_one(content: object) -> bool:
+    """Whether the content of a .pt file is that of an epoch."""
+    return isinstance(content, dict) and "model_state_dict" in content and "train_losses" in content
+
+
+def read(content: Mapping[str, Any], path: Path, *, shape: AnyShape, names: list[str]) -> State:
+    """The state in such a file, ours or that of another program. `names`: our parameters in optimizer order."""
+    if any(name.endswith(lora.ADDITIONS) for name in names):
+        raise DataError(
+            "holds whole weights, and this run trains additions to others", where=str(path), hint="--resume auto"
+        )
+    try:
+        stored: dict[str, torch.Tensor] = {
+            name.removeprefix(WRAPPED): tensor for name, tensor in content["model_state_dict"].items()
+        }
+        theirs = {name: _their_name(shape, name) for name in names}
+        if missing := sorted(set(theirs.values()) ^ set(stored)):
+            what = f"{len(missing)} tensors are in the model or in the file only: {', '.join(missing[:3])}"
+            raise DataError(f"the weights are of another model: {what}", where=str(path))
+        model = {name: stored[their] for name, their in theirs.items()}
+        slots: dict[int, dict[str, torch.Tensor]] = content["optimizer_state_dict"]["state"]
+        if EXTRA_KEY in content:
+            run, order = dict(content[EXTRA_KEY]), names
+        else:
+            run, order = _documented_run(content), _file_order(stored, theirs)
+        moments = _moments(slots, order, model)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
+    return State(model, moments, run)
+
+
+def _file_order(stored: Mapping[str, torch.Tensor], theirs: Mapping[str, str]) -> list[str]:
+    """Another program numbers its parameters as its model lists them, which is the order of its file."""
+    ours = {their: name for name, their in theirs.items()}
+    return [ours[their] for their in stored]
+
+
+def _moments(
+    slots: Mapping[int, Mapping[str, torch.Tensor]], order: list[str], model: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """By the names of the parameters; all zero, with a warning, where they cannot be told apart."""
+    kinds = {kind for slot in slots.values() for kind in slot} - {"step"}
+    fits = len(slots) == len(order) and all(
+        slots[place][kind].shape[:1] == model[name].shape[:1] for place, name in enumerate(order) for kind in MOMENTS
+    )
+    if fits:
+        return {
+            f"{kind}.{name}": slots[place][kind]
+            for place, name in enumerate(order)
+            for kind in kinds
+            if kind in slots[place]
+        }
+    logger.warning("The moments of the optimizer in this file are not those of these weights: they begin at zero")
+    return {f"{kind}.{name}": torch.zeros_like(model[name], dtype=torch.float32) for name in order for kind in MOMENTS}
+
+
+def _documented_run(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts of a file of another program: enough to go on, not enough for the same bits."""
+    logger.warning("%s", legacy.NOT_EXACT)
+    steps = int(content["scheduler_state_dict"]["last_epoch"])
+    losses = {name: [float(loss) for loss in content[name]] for name in ("train_losses", "val_losses")}
+    progress = Progress(step=steps, train_losses=[*losses["train_losses"]], val_losses=[*losses["val_losses"]])
+    return {"progress": progress.state_dict(), "applied_steps": steps, "loss_scale": None, "about": None}

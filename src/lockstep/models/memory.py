@@ -1,0 +1,186 @@
+"""What training a model of a shape costs in memory, by cause. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+from lockstep.models.llama_shapes import LlamaShape
+
+if TYPE_CHECKING:
+    from lockstep.models.options import ModelOptions
+    from lockstep.models.shapes import Shape
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+STATE_BYTES = {"bf16": 4.0, "int8": 2 + 8 / 256}  # of both moments, with a scale each for blocks of 256
+LORA_MATRICES = {  # setting -> our name inside a block
+    "q": "attention.wq",
+    "k": "attention.wk",
+    "v": "attention.wv",
+    "o": "attention.wo",
+    "gate": "mlp.w1",
+    "up": "mlp.w3",
+    "down": "mlp.w2",
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of what one GPU must hold, in bytes, by cause."""
+
+    weights: int
+    gradients: int
+    moments: int  # AdamW
+    copies: int  # of weights: in half precision, made by autocast; gathered from other ranks
+    activations: int  # kept for the backward pass
+    head: int  # logits of one chunk and their gradient
+
+    @property
+    def states(self) -> int:
+        return self.weights + self.gradients + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.states + self.copies + self.activations + self.head
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank additions, as far as they cost memory."""
+
+    rank: int = 0
+    targets: str = "all"
+
+    @classmethod
+    def of(cls, options: ModelOptions) -> Lora:
+        """What these options ask for; rank 0: all weights learn."""
+        return cls(getattr(options, "lora_rank", 0), getattr(options, "lora_targets", "all"))
+
+    def matrices(self, shape: LlamaShape) -> list[tuple[int, int]]:
+        """(rows, columns) of each A and B."""
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        width, inner = shape.hidden_size, shape.intermediate_size
+        sizes = {
+            "q": (query, width), "k": (key, width), "v": (key, width), "o": (width, query),
+            "gate": (inner, width), "up": (inner, width), "down": (width, inner),
+        }  # fmt: skip
+        chosen = [sizes[target] for target in lora_targets(self.targets)] * shape.num_layers
+        return [size for rows, columns in chosen for size in ((self.rank, columns), (rows, self.rank))]
+
+
+def lora_targets(text: str) -> tuple[str, ...]:
+    """The matrices that model.lora_targets names, in our order."""
+    asked = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in asked if part not in LORA_MATRICES and part != "all"]
+    if unknown or not asked:
+        raise ConfigError(
+            f"no matrix {unknown[0][:40]!r}" if unknown else "names no matrix",
+            where="model.lora_targets",
+            hint=f"all, or some of {','.join(LORA_MATRICES)}",
+        )
+    return tuple(name for name in LORA_MATRICES if name in asked or "all" in asked)
+
+
+def check_lora(lora: Lora, shape: LlamaShape) -> None:
+    """Refuse additions that are none, whether or not any are asked for: they may be later."""
+    lora_targets(lora.targets)
+    if lora.rank > shape.hidden_size:
+        raise ConfigError(
+            f"rank {lora.rank} is above the model's width {shape.hidden_size}: more to learn than all its weights",
+            where="model.lora_rank",
+            hint="8 to 64, or 0 to train all weights",
+        )
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the state lies on the ranks: in so many parts, or whole with gradients that are always there."""
+
+    shards: int = 1
+    standing_gradients: bool = False  # data parallelism keeps them in buckets
+
+
+ALL_WEIGHTS, ALONE = Lora(), Sharing()
+
+
+def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
+    shape: Shape,
+    *,
+    batch_size: int,
+    context_length: int,
+    dtype_name: str,
+    checkpointing: bool,
+    compiled: bool,
+    optimizer_states: str = "fp32",
+    lora: Lora = ALL_WEIGHTS,
+    sharing: Sharing = ALONE,
+) -> Memory:
+    """Memory of training with AdamW: weights, gradients and moments, and what a micro-batch leaves behind."""
+    tokens, item = batch_size * context_length, ITEM_BYTES[dtype_name]
+    layer, word = tokens * shape.layer_activation_bytes(item, compiled=compiled), max(4, item)
+    residual = tokens * shape.hidden_size * item
+    kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
+    head_tokens, chunk = shape.head_tokens(tokens), chunk_tokens(shape.vocab_size)
+    weights, gradients, moments = (
+        part // sharing.shards for part in _states(shape, lora, dtype_name, optimizer_states)
+    )
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        moments=moments,
+        copies=_cast_bytes(shape, lora, item, checkpointing, compiled, 0 if sharing.standing_gradients else gradients)
+        + _gathered_bytes(shape, lora, dtype_name, sharing),
+        activations=kept + 3 * residual,
+        # Up to a chunk autograd keeps the logits in fp32, their softmax and its gradient; the chunked kernel fewer.
+        head=min(head_tokens, chunk) * shape.vocab_size * (3 * word if head_tokens <= chunk else 2 * word + item),
+    )
+
+
+def _states(shape: Shape, lora: Lora, dtype_name: str, optimizer_states: str) -> tuple[int, int, int]:
+    """Weights, gradients and moments of the whole model."""
+    word, count = max(4, ITEM_BYTES[dtype_name]), shape.parameters()
+    if not lora.rank or not isinstance(shape, LlamaShape):
+        moments = STATE_BYTES.get(optimizer_states, 2 * word) * count
+        return word * count, word * count, int(moments)
+    matrices = lora.matrices(shape)
+    added = sum(rows * columns for rows, columns in matrices)
+    moments = int(STATE_BYTES.get(optimizer_states, 2 * word) * added)
+    if optimizer_states == "int8":  # a scale for each begun block of a row, and B has short rows
+        moments = 2 * added + 8 * sum(rows * -(-columns // 256) for rows, columns in matrices)
+    return _frozen_bytes(dtype_name) * count + word * added, word * added, moments
+
+
+def _frozen_bytes(dtype_name: str) -> int:
+    """Frozen matrices are kept in bf16 where the step computes in it."""
+    return 2 if dtype_name == "bf16" else max(4, ITEM_BYTES[dtype_name])
+
+
+def _cast_bytes(shape: Shape, lora: Lora, item: int, checkpointing: bool, compiled: bool, later: int) -> int:
+    """Weights in half precision, beside the fp32 ones. Recomputed blocks keep none for the backward pass.
+
+    Until the forward pass ends autocast holds all it has made, and none of the `later` bytes of gradients are there.
+    """
+    if item >= 4 or (lora.rank and item == _frozen_bytes("bf16")):
+        return 0
+    everything, head = item * shape.matmul_parameters(), item * shape.vocab_size * shape.hidden_size
+    if not checkpointing:
+        return everything
+    return head if compiled else max(head, everything - later)
+
+
+def _gathered_bytes(shape: Shape, lora: Lora, dtype_name: str, sharing: Sharing) -> int:
+    """Of a model in shards: the embedding and the head, and two layers with their gradients, are whole for a while."""
+    if sharing.shards < 2:
+        return 0
+    word = max(4, ITEM_BYTES[dtype_name])
+    each = _frozen_bytes(dtype_name) if lora.rank else 2 * word
+    vocabulary = shape.vocab_size * shape.hidden_size
+    layers = shape.matmul_parameters() - vocabulary
+    root = shape.parameters() - layers
+    return each * (root + 2 * layers // shape.num_layers) * (sharing.shards - 1) // sharing.shards
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """How many tokens' logits exist at once: 2048 for large vocabularies, more for small ones."""
+    return max(2048, (1 << 25) // vocab_size)
