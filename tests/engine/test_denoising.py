@@ -6,15 +6,18 @@ import json
 import math
 import os
 import pty
-from collections.abc import Callable
+import select
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep.config.load import load
 from lockstep.data.tokenize import ByteTokenizer, TokenizerFile, train_bpe, train_wordpiece
-from lockstep.engine import denoising
+from lockstep.engine import denoising, samples
 from lockstep.engine.denoising import Speaker
 from lockstep.engine.inference import load_run
 from lockstep.engine.measure import Measured, bits_per_byte
@@ -58,7 +61,7 @@ def test_a_run_speaks_and_is_measured(lockstep: Run, llada: Path) -> None:
     drawn = {
         lockstep("sample", "a", "The ", "--tokens", "8", "--temperature", "1", "--seed", seed, *more).out
         for seed in "12"
-        for more in (["--remasking", "random"], ["--block_length", "4", "--steps", "4"], ["--cfg-scale", "2"])
+        for more in (["--remasking", "low_confidence"], ["--block_length", "4", "--steps", "4"], ["--cfg-scale", "2"])
     }
     assert len(drawn) == 6
     filled = lockstep("sample", "a", "the [MASK][MASK] sat on [MASK]", "--threshold", "0.5", "--delay-eos").out
@@ -172,6 +175,14 @@ def test_prompt_and_answer_meet_between_two_tokens() -> None:
     assert [*before, *after] == tokenizer.encode(["the old house"])[0].tolist()
 
 
+def shown(terminal: int) -> str:
+    """All that has been written there: one read may get a part of it."""
+    found = b""
+    while select.select([terminal], [], [], 0.3)[0]:
+        found += os.read(terminal, 1 << 16)
+    return found.decode()
+
+
 def test_a_terminal_sees_it_come_about(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = load_run(trained / "runs/a")
     assert isinstance(made.objective, Diffusion)
@@ -181,15 +192,13 @@ def test_a_terminal_sees_it_come_about(trained: Path, monkeypatch: pytest.Monkey
     with os.fdopen(theirs, "w", encoding="utf-8") as stream:
         given = {"tokens": 6, "steps": 3}
         text = speaker.text("The ", given, stream)
-        drawn = os.read(ours, 1 << 16).decode()
+        drawn = shown(ours)
         assert text == speaker.text("The ", given), "the same as without"
         assert [f"pass {number}, {left} to come" in drawn for number, left in ((1, 4), (2, 2), (3, 0))] == [True] * 3
         assert "The \x1b[0m" in drawn
         monkeypatch.setenv("TERM", "dumb")
-        os.set_blocking(ours, False)
         assert speaker.text("The ", given, stream) == text
-        with pytest.raises(BlockingIOError):
-            os.read(ours, 1)
+        assert shown(ours) == ""
     os.close(ours)
 
 
@@ -212,8 +221,29 @@ def test_a_text_is_no_longer_than_what_was_learnt(
     speaker = Speaker(made.model, made.objective, made.tokenizer, made.context_length)
     options = speaker._options([1] * prompt, given)
     assert (options.tokens, options.temperature) == (tokens, 0.8)
+    assert options.remasking == "random", "a draw; the surest guesses of a text that goes on are blanks"
+    for asked in ({"temperature": 0.0}, {"threshold": 0.8}, {"remasking": "low_confidence"}):
+        assert speaker._options([1] * prompt, given | asked).remasking == "low_confidence"
     filling = speaker._options([1, made.objective.mask], {})
-    assert (filling.tokens, filling.temperature) == (0, 0)
+    assert (filling.tokens, filling.temperature, filling.remasking) == (0, 0, "low_confidence")
+
+
+@pytest.mark.parametrize(("prompt", "answers"), [("The", False), ("The [MASK]", False), ("What?", True)])
+def test_the_closing_sample_goes_on_in_any_order(monkeypatch: pytest.MonkeyPatch, prompt: str, answers: bool) -> None:
+    """After a short training the surest guesses are all blanks; what is filled in or answered is not that open."""
+    told: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(Speaker, "text", lambda _self, said, given: told.append(given) or f"{said} more")
+    parts: Any = SimpleNamespace(
+        config=load("llada", preset="tiny", flags=[("report.sample_prompt", prompt)]).config,
+        stepper=SimpleNamespace(model=torch.nn.Identity()),
+    )
+    assembled: Any = SimpleNamespace(prepared=SimpleNamespace(tokenizer=ByteTokenizer()))
+    objective: Any = SimpleNamespace(answers=answers)
+    assert samples.uncovered(parts, assembled, objective) == f"{prompt} more"
+    assert (told[0].get("remasking") == "random") == (prompt == "The")
+    silence = {"The": "The   \n ", "The [MASK]": "The  ", "What?": " "}[prompt]
+    monkeypatch.setattr(Speaker, "text", lambda *_: silence)
+    assert samples.uncovered(parts, assembled, objective) == f"{silence.strip()} (no text yet)".strip()
 
 
 def test_answers_are_given_to_questions(lockstep: Run, in_dir: Path) -> None:

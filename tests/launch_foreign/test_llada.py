@@ -91,8 +91,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, _prepared: Path) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATASET_CACHE_DIR", str(_prepared))
-        code, output = begin("torchrun", folder).finish(SECONDS)
+        code, output = begin("torchrun", folder, "", "--epochs", str(EPOCHS), "--fp16").finish(SECONDS)
     assert code == 0, output
+    assert output.count("fp16 needs a GPU: on the CPU this run uses fp32") == 1
     assert "Training on 2 GPUs\n" in output
     assert output.count("✓ Model created successfully") == 1, "the main process alone speaks"
     return folder
@@ -152,7 +153,8 @@ def test_a_fault_ends_all_and_has_the_last_word(launcher: str, kind: str, tmp_pa
     assert record["exit_code"] == exit_code, output
     block = last_block(output)
     if kind == "nan_loss":
-        assert f"step 17: loss {cause}" in output
+        assert f"step 17: loss {cause} on rank 1" in output
+        assert f"loss {cause} on rank 1" in record["cause"]
     else:
         assert block[0] == "[FAILURE] Training failed on GPU 1"
         assert cause in block[1]

@@ -248,6 +248,7 @@ def test_what_is_spoilt_on_one_rank_ends_all_at_the_same_step(
     outcomes = ranks(world, fail, tmp_path, settings, kind)
     assert len(set(outcomes)) == 1
     assert "step 1: " in outcomes[0]
+    assert ("loss is nan on rank 1;" in outcomes[0]) == kind.startswith("nan_loss")
 
 
 def spoilt_gradient(group: Group) -> list[str]:

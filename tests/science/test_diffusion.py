@@ -131,7 +131,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_800_steps_of_the_engine_land_on_the_entropy(tmp_path: Path) -> None:
-    """C4 through the whole house; C5: the same model, divided by the hidden tokens, does not."""
+    """C4 through the whole house: 1.6840 on a CPU, entropy 1.6523. C5: that model, divided by the hidden, 3.3666."""
     parts, recorder = run(tmp_path, {**SETTINGS, "data.cache_dir": tmp_path / "cache"}, family="llada")
     assert parts.val_loss is not None
     print(f"bound {parts.val_loss:.4f}, entropy {H:.4f}")

@@ -49,6 +49,11 @@ class Speaker:
         row, added = self.generated(ids, given, stream)
         return _filled(self.tokenizer, texts, ids, row, mask) + _after(self.tokenizer, prompt, row, added)
 
+    def silent(self, prompt: str, text: str) -> bool:
+        """Whether nothing but blanks has come to the prompt."""
+        words = text.split()
+        return not words or (not self.objective.answers and words == prompt.replace(MASK, " ").split())
+
     def continued(self, ids: list[int], given: Mapping[str, Any], stream: IO[str] | None = None) -> str:
         """What follows some ids."""
         return self.tokenizer.decode(self.generated(ids, given, stream)[1])
@@ -73,6 +78,8 @@ class Speaker:
             tokens=0 if filling else self.tokens,
         )
         chosen = dataclasses.replace(plain, **given)
+        if not sure and not given.keys() & {"remasking", "threshold"} and chosen.temperature > 0:
+            chosen = dataclasses.replace(chosen, remasking="random")  # a draw: the surest of a text are its blanks
         if "tokens" in given or filling:
             return chosen
         shape: Any = self.model.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from lockstep.models.build import Model
 from lockstep.models.build import build as build_model
 from lockstep.objectives.diffusion import Diffusion
 from lockstep.runtime.hardware import pick_device
+
+logger = logging.getLogger(__name__)
 
 MASK = SPECIALS["mask_token"]
 SHOWN_WORDS = 5  # for each blank
@@ -187,7 +190,10 @@ def sample_run(path: Path, prompt: str, given: Mapping[str, Any]) -> str:
     trained = load_run(path)
     if isinstance(trained.objective, Diffusion):
         speaker = Speaker(trained.model, trained.objective, trained.tokenizer, trained.context_length)
-        return speaker.text(prompt, given, sys.stdout)
+        text = speaker.text(prompt, given, sys.stdout)
+        if speaker.silent(prompt, text):
+            logger.warning("Nothing but blanks: the model has learnt too little so far, or another --seed may say more")
+        return text
     refuse_others(given, path)
     what = (trained.model, trained.objective, trained.tokenizer, prompt)
     if hasattr(trained.objective, "fill"):

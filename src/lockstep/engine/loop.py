@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from lockstep.contracts import StepRecord
 from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, write_results
 from lockstep.engine.parts import Parts
 from lockstep.engine.state import digest
-from lockstep.engine.step import Pending
+from lockstep.engine.step import Pending, Reading
 from lockstep.engine.timing import Clock, profiling
 from lockstep.errors import NonFiniteError
 from lockstep.runtime.hardware import peak_memory_bytes
@@ -153,17 +154,20 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     )
     for sink in parts.sinks:
         sink.write(parts.last)
-    judge(parts, parts.last, fatal=reading.fatal)
+    judge(parts, parts.last, reading)
 
 
-def judge(parts: Parts, record: StepRecord, *, fatal: bool) -> None:
-    """Stop the run on NaN, on Inf, and on an fp16 scale that finds no footing."""
+def judge(parts: Parts, record: StepRecord, reading: Reading) -> None:
+    """Stop the run on NaN, on Inf, and on an fp16 scale that finds no footing. All ranks come to the same end."""
     where = f"step {record.step}"
-    if fatal:
+    if reading.fatal:
+        finite = parts.council.group.gather(math.isfinite(reading.own_loss))
+        ranks = ", ".join(str(rank) for rank, fine in enumerate(finite) if not fine)
+        whose = f" on rank {ranks}" if ranks and len(finite) > 1 else ""
         name = "loss" if record.loss != record.loss or abs(record.loss) == float("inf") else "gradient norm"
         value = record.loss if name == "loss" else record.grad_norm
         raise NonFiniteError(
-            f"{name} is {value}; the weights before this step are kept",
+            f"{name} is {value}{whose}; the weights before this step are kept",
             where=where,
             hint="lower training.learning_rate or model.init_std, or use --precision fp32",
         )

@@ -115,7 +115,8 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
     """The facts after the last step."""
     pace, place, tb = parts.pace, shlex.quote(str(run.root)), shlex.quote(str(run.tensorboard))
     fills = hasattr(parts.stepper.objective, "fill") and "[MASK]" not in parts.config.report.sample_prompt
-    prompt = shlex.quote("the [MASK] of" if fills else parts.config.report.sample_prompt.strip() or "The")
+    asks = "What is the capital of France?" if getattr(parts.stepper.objective, "answers", False) else ""
+    prompt = shlex.quote("the [MASK] of" if fills else asks or parts.config.report.sample_prompt.strip() or "The")
     rate = pace.tokens / pace.seconds if pace.seconds else 0.0
     words = WORDINGS.get(parts.config.family, USUAL)
     return Summary(

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES = 3  # rows of the validation text with a blank each
 ANSWER = "→ "  # stands before what the model answers
+EARLY = {"remasking": "random", "block_length": 8}  # who has learnt little is sure of blanks alone, and says only them
+NOTHING = "(no text yet)"
 FEWEST_WORDS, EXAMPLE_WORDS = 4, 12  # of one example
 
 
@@ -56,10 +58,12 @@ def uncovered(parts: Parts, assembled: Assembled, objective: Diffusion) -> str:
     speaker = Speaker(parts.stepper.model, objective, assembled.prepared.tokenizer, length, report.sample_tokens)
     given = {"seed": parts.config.system.seed}
     if not objective.answers or report.sample_prompt != type(report)().sample_prompt:
-        return speaker.text(report.sample_prompt, given)
+        goes_on = not objective.answers and inference.MASK not in report.sample_prompt
+        text = speaker.text(report.sample_prompt, given | (EARLY if goes_on else {}))
+        return f"{text.strip()} {NOTHING}".lstrip() if speaker.silent(report.sample_prompt, text) else text
     row = assembled.prepared.validation.take(np.arange(1))
     asked = [int(token) for token in row["tokens"][0, : row["lengths"][0, 0]]]
-    return f"{speaker.tokenizer.decode(asked).strip()}\n{ANSWER}{speaker.continued(asked, given).strip()}"
+    return f"{speaker.tokenizer.decode(asked).strip()}\n{ANSWER}{speaker.continued(asked, given).strip() or NOTHING}"
 
 
 def blanks(assembled: Assembled) -> list[str]:

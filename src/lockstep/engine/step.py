@@ -32,6 +32,7 @@ class Reading:
     """What the host learns of a step, once it looks."""
 
     loss: float
+    own_loss: float  # this rank's part of it
     grad_norm: float
     lr: float
     fatal: bool  # NaN or Inf: nothing was updated, and nothing will be
@@ -56,8 +57,8 @@ class Pending:
     def read(self) -> Reading:
         if self.ended:
             self.ended.synchronize()
-        loss, grad_norm, lr, fatal, overflow, scale = self.values.tolist()
-        return Reading(loss, grad_norm, lr, bool(fatal), bool(overflow), scale)
+        loss, own_loss, grad_norm, lr, fatal, overflow, scale = self.values.tolist()
+        return Reading(loss, own_loss, grad_norm, lr, bool(fatal), bool(overflow), scale)
 
     def seconds(self, previous: Pending | None) -> float | None:
         """From the end of the previous step (or this one's beginning) to its end, by the GPU's clock; None: no GPU."""
@@ -110,6 +111,7 @@ class Stepper:
         self.council = Council(objective.terms)
         self.link: Marks = NoMarks()
         self.waited_seconds = 0.0  # for the other ranks, on the host, in the last step
+        self.own_loss = self.zero
 
     def connect(self, exchange: Exchange, council: Council, link: Marks) -> None:
         """Work with other ranks from now on, and under somebody's eye."""
@@ -171,6 +173,7 @@ class Stepper:
 
     def sum_up(self, loss: torch.Tensor) -> torch.Tensor:
         """Gradients and loss over all ranks."""
+        self.own_loss = loss
         if self.council.alone:
             return loss
         self.link.enter("communication")
@@ -201,7 +204,7 @@ class Stepper:
             self.faults.at("optimizer", step)
         self.updating = True
         self.optimizer.step(divisor, skip)
-        values = torch.stack([loss, norm, self.optimizer.lr, fatal, overflow, scale])
+        values = torch.stack([loss, self.own_loss, norm, self.optimizer.lr, fatal, overflow, scale])
         if scaler:
             scaler.update(overflow)
         if self.faults.armed and step >= 0:

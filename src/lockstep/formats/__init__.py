@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from lockstep import registry
 from lockstep.errors import DataError
-from lockstep.formats.chats import FORMS, encodable, exchange_of
+from lockstep.formats.chats import ANSWERS, FORMS, encodable, exchange_of
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array, Document
@@ -87,7 +87,10 @@ class Reading:
                 return name
         if len(fields) == 1:
             return fields[0]
-        raise DataError(f"which field holds the text? {_listing(fields)}", where=where, hint="data.text_column=NAME")
+        hint = "data.text_column=NAME"
+        if any(name in fields for name in (*ANSWERS, "output")):
+            hint += ", or data.documents=answers to learn the answers (family llada)"
+        raise DataError(f"which field holds the text? {_listing(fields)}", where=where, hint=hint)
 
 
 def joined(value: str | list[Any] | None, where: str) -> str:

@@ -323,7 +323,7 @@ def probe(repo: Repo, ask: Any, *, token: str | None, file: str = "") -> str:
         asking(repo, ask, token=token, file=file, limits=PROBE)
     except NotFoundError as error:
         if isinstance(error, UnreachableError):
-            _silent[address] = (time.monotonic(), error.what)
+            _silent[address] = (time.monotonic(), error.what.partition(": ")[2] or error.what)  # not of this file alone
         return error.what
     return ""
 
