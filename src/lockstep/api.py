@@ -169,7 +169,8 @@ def _check(loaded: Loaded) -> None:
         origin = loaded.origins.get(error.where)
         if origin is None or origin.layer == "preset":
             raise
-        raise type(error)(f"{error.where}: {error.what}", where=origin.where, hint=error.hint) from None
+        key = "" if error.where in origin.where.replace("-", "_") else f"{error.where}: "
+        raise type(error)(f"{key}{error.what}", where=origin.where, hint=error.hint) from None
 
 
 def sizes(loaded: Loaded) -> str:

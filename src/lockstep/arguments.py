@@ -238,7 +238,9 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
 
 def _configuration(parser: Parser, *, needed: bool = True) -> None:
-    parser.add_argument("family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama, mlm or llada")
+    parser.add_argument(
+        "family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama, mlm or llada"
+    )
     parser.add_argument("what", metavar="PRESET|FILE", nargs="?", help="a preset (lockstep config list) or a file")
     parser.flag("--preset", "settings to start from", metavar="NAME")
     parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")

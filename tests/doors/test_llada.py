@@ -256,3 +256,16 @@ def test_the_launcher_prints_the_example(door: Run, lockstep: Run, in_dir: Path,
     assert lines[first : first + 7] == golden[13:]
     for line in (*golden[12:], "Training completed!"):
         assert lines.count(line) == 1, "the main process alone speaks"
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(
+    door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Item 125 through the script, with its own model of 8 billion: nothing is asked of the hub, nothing is begun."""
+    make(in_dir / "shakespeare_processed")
+    monkeypatch.setattr("lockstep.runtime.hardware.free_memory_bytes", lambda _device: 80 << 30)
+    result = door(TRAINER, "--batch_size", "1", "--epochs", "5", "--fp16", "--device", "cpu")
+    assert result.code == 1, result.text
+    assert result.text.index("Memory, estimated: 1") < result.text.index("the model does not fit: 8,015,581,184")
+    assert "--model.lora-rank 16" in result.text
+    assert {path.name for path in in_dir.iterdir()} == {"shakespeare_processed"}

@@ -28,7 +28,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
     parted = shards(config.system.mode, env.detect())
     memory = memory_estimate(config, shape, compiled=assembled.built.compiled, shards=parted)
     total = hardware.total_memory_bytes(planned.device)
-    label = env.detect().tag
+    label, prepared = env.detect().tag, assembled.prepared
     return Banner(
         experiment=config.run.experiment_name,
         run=str(run.root),
@@ -43,7 +43,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         },
         tokens_per_step=assembled.parts.batch_rows * options.context_length,
         max_steps=options.max_steps,
-        dataset=f"{assembled.prepared.source}, {rows_text(assembled.prepared.train)}",
+        dataset=f"{prepared.source}, {rows_text(prepared.train)}, tokenizer of {prepared.tokenizer.vocab_size:,} ids",
         precision=options.precision,
         attention=assembled.built.attention + (", compiled" if assembled.built.compiled else ""),
         determinism=determinism.label(planned.device, deterministic=config.system.deterministic),

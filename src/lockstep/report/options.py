@@ -22,9 +22,11 @@ class ReportOptions(Section, frozen=True):
     tensorboard: bool = setting(True, "Write TensorBoard files to <run>/tb.", role="cosmetic")
     profile: bool = setting(False, "Trace a few steps to <run>/profile.json (chrome://tracing).", role="cosmetic")
     results_dir: str | None = setting(
-        None, "Also write the documented result files of the family here, after each epoch (null: no).", role="cosmetic",
+        None,
+        "Also write the documented result files of the family here, after each epoch (null: no).",
+        role="cosmetic",
         max_length=4000,
-    )  # fmt: skip
+    )
     sample_prompt: str = setting(
         "The", "What the sample at the end continues; empty: no sample.", role="cosmetic", max_length=10_000
     )
