@@ -160,6 +160,8 @@ def test_the_package_names_only_what_it_has() -> None:
 def test_the_family_is_checked_with_a_config_too(in_dir: Path) -> None:
     config = lockstep.get_default_config("tiny")
     with pytest.raises(lockstep.LockstepError, match="not built yet"):
+        lockstep.train("ad", config)
+    with pytest.raises(lockstep.LockstepError, match="Config is of family 'llama'"):
         lockstep.train("llada", config)
     with pytest.raises(lockstep.LockstepError, match="family comes first"):
         lockstep.train(config)

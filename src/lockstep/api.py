@@ -47,6 +47,10 @@ def train(
         if preset or path:
             raise ConfigError("a Config takes no preset or file as well", where="config", hint="config.replace(...)")
         loaded = replaced(config._resolved, overrides)  # pyright: ignore[reportPrivateUsage]
+        if (own := loaded.config.family) != family:
+            raise ConfigError(
+                f"the Config is of family {own!r}", where=f"train({family!r})", hint=f"train({own!r}, config)"
+            )
         _check(loaded)
     else:
         if config is not None:

@@ -280,7 +280,7 @@ def _sample(parser: Parser) -> None:
     group = parser.add_argument_group("masked diffusion (family llada)")
     parser.flag("--steps", "forward passes (one for each token)", metavar="N", type=whole(1), group=group)
     parser.flag("--block-length", "tokens filled before the next ones (all)", metavar="N", type=whole(1), group=group)
-    parser.flag("--remasking", "what stays hidden: low_confidence or random (of a text that goes on)", metavar="HOW",
+    parser.flag("--remasking", "what stays hidden: low_confidence, or random (for a text that goes on)", metavar="HOW",
                 choices=("low_confidence", "random"), group=group)  # fmt: skip
     parser.flag("--cfg-scale", "how much more the prompt counts (0)", metavar="S", type=real(-1, 100), group=group)
     parser.flag("--threshold", "keep all that are as sure, in fewer passes", metavar="P", type=real(0, 1), group=group)

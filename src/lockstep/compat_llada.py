@@ -31,7 +31,7 @@ GPUS = 2  # of the launcher, where no number is given
 RULE = "=" * 46
 DOCUMENTED = (
     Short("--data-dir", f"Path to processed dataset (default: {DATA_DIR})", "DIR"),
-    Short("--model-name", "Hugging Face model name, folder or built-in shape (default: LLaDA-8B-Instruct)", "NAME"),
+    Short("--model-name", "Hugging Face model name, folder or shape (default: GSAI-ML/LLaDA-8B-Instruct)", "NAME"),
     Short("--batch-size", "Batch size per GPU (default: 1; total batch size = batch_size x num_gpus)", "INT"),
     Short("--epochs", "Number of training epochs (default: 5)", "INT"),
     Short("--learning-rate", "Learning rate (default: 1e-5)", "FLOAT"),
@@ -73,6 +73,9 @@ class LladaDoor(Door):
 
     def defaults(self, asked: Namespace, first: Loaded) -> Mapping[str, str]:
         """What the script sets itself: its files, the length of the windows, and random weights for our own shapes."""
+        from lockstep.compat_mlm import must_train
+
+        must_train(first)
         config = first.config
         own = {"report.results_dir": SAVE_DIR, "training.precision": _usual_precision(first)}
         if not config.report.log_all_ranks:

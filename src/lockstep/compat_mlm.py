@@ -72,7 +72,7 @@ class MlmDoor(Door):
         """What the script sets itself: its files, going on where it stopped, and the model of imdb or of a name."""
         from lockstep.runtime import env
 
-        _must_train(first)
+        must_train(first)
         own = {"report.results_dir": RESULTS, "run.experiment_name": asked.config_name or "mlm_pretrain_v3"}
         if not first.config.report.log_all_ranks:
             own["report.log_prefix"] = self.log_prefix
@@ -136,7 +136,7 @@ def _native(words: Sequence[str]) -> dict[str, str]:
     return native
 
 
-def _must_train(first: Loaded) -> None:
+def must_train(first: Loaded) -> None:
     """0 epochs mean that steps decide, which is said by whoever means it: else it is a slip, not 100 steps."""
     slip = "training.epochs" in given(first) and "training.max_steps" not in given(first)
     if slip and getattr(first.config.training, "epochs", 0) <= 0:

@@ -80,6 +80,12 @@ def test_a_shape_of_our_own_has_no_weights_to_load() -> None:
         config("--model_name", "lockstep/llada-tiny", "model.init=pretrained")
 
 
+def test_no_epochs_are_a_slip_unless_steps_are_given() -> None:
+    with pytest.raises(ConfigError, match="0 epochs train nothing"):
+        config("--epochs", "0")
+    assert config("--epochs", "0", "--max-steps", "7").training.max_steps == 7
+
+
 @pytest.mark.parametrize(
     ("words", "on_gpu", "on_cpu"),
     [

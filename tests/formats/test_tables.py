@@ -47,6 +47,13 @@ def test_bad_csv_is_named_exactly(content: bytes, where: str, said: str) -> None
     assert said in caught.value.what
 
 
+@pytest.mark.parametrize(("header", "answers"), [(b"prompt,answer", True), (b"id,story", False)])
+def test_who_has_answers_is_told_how_to_learn_them(header: bytes, answers: bool) -> None:
+    with pytest.raises(DataError) as caught:
+        documents(header + b"\n1,one\n", "csv")
+    assert ("data.documents=answers" in caught.value.hint) == answers
+
+
 def test_a_csv_field_may_be_long() -> None:
     text = "x" * 1_000_000  # the library alone refuses more than 131072
     assert documents(f"text\n{text}\n".encode(), "csv") == [text]

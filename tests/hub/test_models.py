@@ -197,6 +197,7 @@ def test_available_is_a_quick_question(loopback: LoopbackHub) -> None:
     loopback.forget()
     loopback.stop()
     assert "cannot be reached" in hub.available("acme/other", "config.json")
+    assert "acme/other" not in hub.available("acme/tiny", "other.json"), "of what was asked for first"
 
 
 def test_a_dead_hub_is_probed_once(loopback: LoopbackHub) -> None:

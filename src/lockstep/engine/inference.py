@@ -192,7 +192,7 @@ def sample_run(path: Path, prompt: str, given: Mapping[str, Any]) -> str:
         speaker = Speaker(trained.model, trained.objective, trained.tokenizer, trained.context_length)
         text = speaker.text(prompt, given, sys.stdout)
         if speaker.silent(prompt, text):
-            logger.warning("Nothing but blanks: the model has learnt too little so far, or another --seed may say more")
+            logger.warning("Nothing but blanks: the model has learnt too little so far")
         return text
     refuse_others(given, path)
     what = (trained.model, trained.objective, trained.tokenizer, prompt)
