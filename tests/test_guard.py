@@ -196,7 +196,7 @@ def test_a_crash_report_lies_in_the_run(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     error: Any = RuntimeError("boom")
 
-    def fail(_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(engine, "train", fail)

@@ -63,6 +63,7 @@ NUMBERS: dict[str, Any] = {
     "training.adam_beta1": 0.5,
     "training.adam_beta2": 0.5,
     "training.adam_epsilon": 0.001,
+    "training.optimizer_states": "bf16",
     "training.max_grad_norm": 0,
     "training.precision": "bf16",
     "data.dataset_name": "synthetic",

@@ -33,14 +33,14 @@ def test_a_run_is_named_after_its_file(door: Run, in_dir: Path) -> None:
     assert run.name.startswith("llama-test_config-")
 
 
-def interrupted(_: object) -> None:
+def interrupted(*_: object) -> None:
     from lockstep.report.logs import setup_logging
 
     setup_logging(tag="GPU0", prefix="colon")
     raise Stopped("stopped by SIGINT", where="runs/x", hint="lockstep resume runs/x", exit_code=ExitCode.INTERRUPTED)
 
 
-def failing(_: object) -> None:
+def failing(*_: object) -> None:
     from lockstep.report.logs import setup_logging
 
     setup_logging(tag="GPU0", prefix="colon")

@@ -55,7 +55,8 @@ def check_memory(config: RunConfig, shape: Shape, device: torch.device, *, shard
         return
     others = "; ".join(alternatives(config, shape, device, free=free, shards=shards))
     if need.states > free or (device.type == "cpu" and need.total > HOPELESS * free):
-        smaller = "a smaller training.batch_size, fewer model.num_layers, another model.model_path, or --preset demo"
+        rows = "a smaller training.batch_size, " if config.training.batch_size > 1 else ""
+        smaller = f"{rows}fewer model.num_layers, another model.model_path, or --preset demo"
         raise LockstepError(
             f"the model does not fit: {text}", where=hardware.device_name(device), hint=others or smaller
         )

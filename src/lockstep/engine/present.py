@@ -121,6 +121,7 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
     words = WORDINGS.get(parts.config.family, USUAL)
     return Summary(
         outcome=words.outcome,
+        at_most=words.at_most,
         best_val_loss=best_val_loss(parts) if words.best else None,
         steps=parts.progress.step,
         loss=parts.last.loss if parts.last else math.nan,

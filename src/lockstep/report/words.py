@@ -93,6 +93,7 @@ class Wording:
     results: str = "{family} model saved to {path}"
     first: str = ""  # of the first loss, beside what it must be
     best: bool = False  # whether the end tells the best validation loss of all epochs
+    at_most: str = ""  # before losses that are bounds
 
 
 USUAL = Wording()
@@ -109,6 +110,7 @@ WORDINGS = {
         results="Checkpoint saved to {path}",
         first="First loss {loss:.4f}, expected initial bound {expected:.4f} (where these tokens are hidden)",
         best=True,
+        at_most="at most ",
     ),
 }
 
@@ -205,6 +207,7 @@ class Summary(_Facts):
     results: str  # folder of the run
     outcome: str = USUAL.outcome
     best_val_loss: float | None = None  # of all epochs, where the family's guide has that line
+    at_most: str = ""
     first_loss: float | None = None
     val_loss: float | None = None
     mfu: float | None = None
@@ -218,7 +221,8 @@ class Summary(_Facts):
         loss = f"{format_number(self.first_loss)} → " if self.first_loss is not None else ""
         validation: list[str] = []
         if self.val_loss is not None:
-            validation = [f"{format_number(self.val_loss)}", f"(perplexity {format_perplexity(self.val_loss)})"]
+            validation = [f"{self.at_most}{format_number(self.val_loss)}"]
+            validation.append(f"(perplexity {self.at_most}{format_perplexity(self.val_loss)})")
         speed = [f"{self.tokens_per_second:,.0f} tokens/s"] if self.tokens_per_second else []
         speed += [f"({100 * self.mfu:.1f} % MFU)"] if self.mfu is not None else []
         skipped = [f"({self.skipped:,} skipped by fp16 overflow)"] if self.skipped else []

@@ -1,0 +1,163 @@
+"""What collecting histories costs: environment steps per CPU second of our learners and of stable-baselines3's PPO.
+
+Both PPOs with the seed's settings (80 steps, minibatches of 40, 20 epochs, two towers of 64 x 64) in darkroom, on one
+thread, interleaved; stable-baselines3 with one stream per learner, and with 10 that share one, whichever is faster.
+Then our PPO with settings of our own, whose mean learning curve must stay within half the standard deviation of the
+faithful streams around theirs.
+Usage: python benchmarks/ad.py [--rounds 3] [--curve-steps 8000]
+The exit code is 1 when a limit is missed. Needs the extra `rl`; without it ours is measured alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import resource
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from lockstep.learners import draws
+from lockstep.learners.history import Learner
+from lockstep.learners.noise import Noise
+from lockstep.learners.posterior import Posterior
+from lockstep.learners.ppo import PPO
+from lockstep.learners.q_learning import QLearning
+from lockstep.worlds import darkroom
+from lockstep.worlds.table import World
+
+FAITHFUL = PPO()
+OWN = PPO(hidden=32, batch_size=80, n_epochs=6, source_lr=4e-3)
+FASTER, OWN_FASTER, TABULAR_STEPS = 15, 100, 1_000_000  # the limits
+APART = 0.5  # standard deviations between streams, of the mean curves
+GOALS = (40, 31, 49, 22, 58, 60, 30, 13)
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def speed(work: Callable[[], int]) -> float:
+    """Steps per CPU second."""
+    before = cpu_seconds()
+    steps = work()
+    return steps / (cpu_seconds() - before)
+
+
+def ours(learner: Learner, world: World, *, streams: int, steps: int) -> int:
+    tasks = torch.arange(streams) % world.tasks
+    learner.run(world, tasks, draws.keys(tasks, torch.arange(streams), seed=42), steps=steps)
+    return streams * steps
+
+
+def theirs(streams: int) -> Callable[[], int]:
+    """A learner of stable-baselines3, warmed up; each call is three rollouts and their updates."""
+    import gymnasium
+    import numpy as np
+    from stable_baselines3 import PPO as Their
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    moves = np.array(((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)))
+
+    class Room(gymnasium.Env):
+        """Darkroom as one would write it for gymnasium: no tensor in it that would cost time."""
+
+        observation_space = gymnasium.spaces.Box(0, 8, (2,), np.int32)
+        action_space = gymnasium.spaces.Discrete(5)
+
+        def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple:
+            super().reset(seed=seed, options=options)
+            self.place, self.steps = np.array((4, 4), np.int32), 0
+            return self.place, {}
+
+        def step(self, action: int) -> tuple:
+            self.place = np.minimum(np.maximum(self.place + moves[action], 0), 8).astype(np.int32)
+            self.steps += 1
+            return self.place, float(self.place[0] == 3 and self.place[1] == 4), False, self.steps >= 20, {}
+
+    settings = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4}
+    model = Their("MlpPolicy", DummyVecEnv([Room] * streams), device="cpu", seed=1, **settings)
+    model.learn(80 * streams)
+
+    def work() -> int:
+        steps = 3 * 80 * streams
+        model.learn(steps)
+        return steps
+
+    return work
+
+
+def curves(learner: PPO, world: World, *, streams: int, steps: int) -> torch.Tensor:
+    """(streams, 10): the mean return of each tenth of each history."""
+    tasks = torch.tensor(GOALS).repeat_interleave(streams)
+    keys = draws.keys(tasks, torch.arange(len(tasks)) % streams, seed=7)
+    returns = learner.run(world, tasks, keys, steps=learner.steps(steps)).returns(world.horizon).float()
+    return torch.stack([tenth.mean(1) for tenth in returns.tensor_split(10, 1)], 1)
+
+
+def alike(faithful: torch.Tensor, own: torch.Tensor) -> float:
+    """How far the mean curves are apart at most, in standard deviations of the faithful streams."""
+    return float(((faithful.mean(0) - own.mean(0)).abs() / faithful.std(0)).max())
+
+
+def verdict(name: str, value: float, limit: float) -> bool:
+    print(f"{'ok' if value >= limit else 'TOO SLOW'}: {name} {value:,.1f}, at least {limit:,}")
+    return value >= limit
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--curve-steps", type=int, default=8000, help="0 leaves the learning curves out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    world = darkroom.build()
+    contenders: dict[str, Callable[[], int]] = {
+        "PPO": lambda: ours(FAITHFUL, world, streams=64, steps=240),
+        "PPO, settings of our own": lambda: ours(OWN, world, streams=64, steps=480),
+        "Q-learning": lambda: ours(QLearning(), world, streams=4096, steps=200),
+        "posterior sampling": lambda: ours(Posterior(), world, streams=4096, steps=200),
+        "noise curriculum": lambda: ours(Noise(), world, streams=4096, steps=200),
+    }
+    if importlib.util.find_spec("stable_baselines3"):
+        contenders |= {f"stable-baselines3, {streams} a learner": theirs(streams) for streams in (1, 10)}
+    else:
+        print("stable-baselines3 is left out: pip install 'lockstep-train[rl]'")
+    for work in contenders.values():  # first calls are nobody's step
+        work()
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(options.rounds):
+        for name, work in contenders.items():
+            found[name].append(speed(work))
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+    speeds = {name: statistics.median(values) for name, values in found.items()}
+    for name, value in speeds.items():
+        print(f"{name:36} {value:12,.0f} steps per CPU second")
+    good = [
+        verdict(f"{name}, steps per CPU second", speeds[name], TABULAR_STEPS)
+        for name in ("Q-learning", "posterior sampling", "noise curriculum")
+    ]
+    if other := max((value for name, value in speeds.items() if name.startswith("stable")), default=0.0):
+        good.append(verdict("PPO over stable-baselines3, times", speeds["PPO"] / other, FASTER))
+        own = speeds["PPO, settings of our own"] / other
+        good.append(verdict("PPO with settings of our own, times", own, OWN_FASTER))
+    if options.curve_steps:
+        faithful, own_curve = (curves(each, world, streams=8, steps=options.curve_steps) for each in (FAITHFUL, OWN))
+        for name, curve in (("faithful", faithful), ("own", own_curve)):
+            print(f"{name:10}" + " ".join(f"{value:5.1f}" for value in curve.mean(0).tolist()))
+        apart = alike(faithful, own_curve)
+        good.append(apart <= APART)
+        print(f"{'ok' if good[-1] else 'NOT ALIKE'}: curves {apart:.2f} standard deviations apart, at most {APART}")
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What a learner is, and what it leaves behind: where each stream was, what it did and what that paid, step by step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.worlds.table import World
+
+
+class History(NamedTuple):
+    """uint8 of shape (streams, steps). What comes after is in the world's tables; episodes are `horizon` steps."""
+
+    cells: Tensor
+    actions: Tensor
+    rewards: Tensor
+
+    @staticmethod
+    def empty(streams: int, steps: int, device: torch.device) -> History:
+        return History(*(torch.empty((steps, streams), dtype=torch.uint8, device=device).T for _ in range(3)))
+
+    def returns(self, horizon: int) -> Tensor:
+        """(streams, episodes) int64: what each whole episode paid."""
+        whole = self.rewards.shape[1] // horizon
+        return self.rewards[:, : whole * horizon].reshape(-1, whole, horizon).sum(-1, dtype=torch.int64)
+
+
+class Learner(Protocol):
+    """A source algorithm. A stream is one history; streams that share a learner lie side by side."""
+
+    label: str  # in file names
+    region: int  # steps between two updates of the learner
+    streams_per_learner: int
+
+    def steps(self, wanted: int) -> int:
+        """How many steps a history has at least `wanted` of: whole rollouts."""
+        ...
+
+    def chunk(self, device: torch.device) -> int:
+        """How many learners to run side by side."""
+        ...
+
+    def run(self, world: World, tasks: Tensor, keys: Tensor, *, steps: int) -> History:
+        """Learn from nothing on each (task, key), in `steps` steps of the world; all tensors on the world's device."""
+        ...
+
+
+def toward(world: World, cells: Tensor, targets: Tensor, sideways: Tensor) -> Tensor:
+    """The move that brings each cell nearer to its target; `sideways` (bool) says which axis goes first."""
+    size = world.size
+    dx, dy = targets // size - cells // size, targets % size - cells % size
+    along_x, along_y = torch.where(dx > 0, 0, 1), torch.where(dy > 0, 2, 3)
+    first_x = (dx != 0) & ((dy == 0) | ~sideways)
+    return torch.where(first_x, along_x, torch.where(dy != 0, along_y, 4))
