@@ -149,7 +149,6 @@ def test_a_checkpoint_under_the_authors_names_is_that_model(theirs: Any, folder:
     causal = Llama(replace(model.shape, bidirectional=False), attention="native_math")
     causal.load_state_dict(model.state_dict())
     assert distance(causal(IDS).detach(), theirs) > 0.1
-    assert distance(causal(IDS).detach(), theirs, None) < 1e-5, "the same weights, the other way"
 
 
 def test_every_gradient_is_theirs(theirs: Any, folder: Path) -> None:
