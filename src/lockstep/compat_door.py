@@ -31,11 +31,14 @@ class Door:
 
     def parser(self) -> Parser:
         """The flags of the script; with those of every setting."""
-        parser = self.new_parser()
+        return self.with_usual(self.new_parser(), debug="the debug preset, or debug output for another one")
+
+    def with_usual(self, parser: Parser, *, debug: str) -> Parser:
+        """The same with what every script takes."""
         parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
         usual = self.preset or "production; demo where there is no GPU"
         parser.flag("--preset", f"settings to start from ({usual})", metavar="NAME")
-        parser.flag("--debug", "the debug preset, or debug output for another one")
+        parser.flag("--debug", debug)
         parser.flag("--dry-run", "show the resolved configuration, and stop")
         parser.add_shorts()
         parser.add_launch()

@@ -57,13 +57,7 @@ class LladaDoor(Door):
         for short in OWN:
             parser.add_short(short)
         parser.flag("--nccl-debug", f"NCCL's own log, one file for each process in --log-dir (default: {LOG_DIR})")
-        parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
-        parser.flag("--preset", f"settings to start from ({self.preset})", metavar="NAME")
-        parser.flag("--debug", "debug output; full tracebacks")
-        parser.flag("--dry-run", "show the resolved configuration, and stop")
-        parser.add_shorts()
-        parser.add_launch()
-        return parser
+        return self.with_usual(parser, debug="debug output; full tracebacks")
 
     def switches(self, asked: Namespace, first: Loaded) -> Mapping[str, str]:
         """--no_fp16 counts more than --fp16, which on the CPU means what the machine can."""

@@ -60,13 +60,7 @@ class MlmDoor(Door):
             parser.add_short(short)
         parser.flag("--config-name", "a named configuration: its values, where not given here", metavar="NAME")
         parser.flag("--overwrite", "train anew, although a run with these settings is there")
-        parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
-        parser.flag("--preset", f"settings to start from ({self.preset})", metavar="NAME")
-        parser.flag("--debug", "debug output; full tracebacks")
-        parser.flag("--dry-run", "show the resolved configuration, and stop")
-        parser.add_shorts()
-        parser.add_launch()
-        return parser
+        return self.with_usual(parser, debug="debug output; full tracebacks")
 
     def defaults(self, asked: Namespace, first: Loaded) -> Mapping[str, str]:
         """What the script sets itself: its files, going on where it stopped, and the model of imdb or of a name."""

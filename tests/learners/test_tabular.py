@@ -22,7 +22,7 @@ WORLDS = (darkroom.build(), darkroompermuted.build(), key_door.build(size=5, hor
 def run(learner: object, world: World, steps: int, streams: int = 1000, seed: int = 0) -> History:
     tasks = torch.arange(streams) * 7919 % world.tasks
     keys = draws.keys(tasks, torch.arange(streams), seed=seed)
-    return learner.run(world, tasks, keys, steps=steps)  # type: ignore[attr-defined]
+    return learner.run(world, tasks, keys, steps=steps)  # type: ignore[attr-defined] - every learner runs
 
 
 def curve(history: History, world: World) -> Tensor:
