@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep import registry
 from lockstep.learners import draws
-from lockstep.learners.history import History
+from lockstep.learners.history import History, Learner
 from lockstep.learners.noise import Noise
 from lockstep.learners.posterior import Posterior
 from lockstep.learners.q_learning import QLearning
@@ -19,10 +19,10 @@ TABULAR = (QLearning(), Posterior(), Noise())
 WORLDS = (darkroom.build(), darkroompermuted.build(), key_door.build(size=5, horizon=30))
 
 
-def run(learner: object, world: World, steps: int, streams: int = 1000, seed: int = 0) -> History:
+def run(learner: Learner, world: World, steps: int, streams: int = 1000, seed: int = 0) -> History:
     tasks = torch.arange(streams) * 7919 % world.tasks
     keys = draws.keys(tasks, torch.arange(streams), seed=seed)
-    return learner.run(world, tasks, keys, steps=steps)  # type: ignore[attr-defined] - every learner runs
+    return learner.run(world, tasks, keys, steps=steps)
 
 
 def curve(history: History, world: World) -> Tensor:

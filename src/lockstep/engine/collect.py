@@ -68,7 +68,7 @@ class Collection:
     def settings(self) -> dict[str, Any]:
         """Everything that decides the bytes."""
         world = {"name": self.world.name, "size": self.world.size, "horizon": self.world.horizon}
-        learner = {"name": self.learner.label, **asdict(self.learner)}  # type: ignore[call-overload] - all are dataclasses
+        learner = {"name": self.learner.label, **asdict(self.learner)}
         tasks = "all" if self.tasks == tuple(range(self.world.tasks)) else list(self.tasks)
         numbers = {"streams": self.streams, "steps": self.steps, "seed": self.seed}
         return {"format": 1, "world": world, "learner": learner, "tasks": tasks, **numbers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +30,14 @@ class History(NamedTuple):
 class Learner(Protocol):
     """A source algorithm. A stream is one history; streams that share a learner lie side by side."""
 
-    label: str  # in file names
-    region: int  # steps between two updates of the learner
-    streams_per_learner: int
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # what it was made with is written down
+
+    @property
+    def label(self) -> str: ...  # in file names
+    @property
+    def region(self) -> int: ...  # steps between two updates of the learner
+    @property
+    def streams_per_learner(self) -> int: ...
 
     def steps(self, wanted: int) -> int:
         """How many steps a history has at least `wanted` of: whole rollouts."""
