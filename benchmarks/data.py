@@ -1,9 +1,10 @@
 """What data costs: tokenise and pack beside datasets.map and the bare tokenizer; the loader beside HF's; its memory.
 
-Usage: python benchmarks/data.py [--rounds 5] [--megabytes 20] [--only pack|load|memory]
-Four limits, and exit code 1 when one is not kept: wall time of tokenise+pack, at least 1.4 times faster than
+Usage: python benchmarks/data.py [--rounds 5] [--megabytes 20] [--only pack|load|memory|builtin]
+Five limits, and exit code 1 when one is not kept: wall time of tokenise+pack, at least 1.4 times faster than
 datasets.map and at most 10 % over the bare tokenizer; tokens per CPU second of the loader, at least 50 times the best
-of HF's ways; and the private memory of a process that reads rows, the same for a corpus 16 times as large.
+of HF's ways; the private memory of a process that reads rows, the same for a corpus 16 times as large; and CPU time of
+the built-in corpus, at most twice what parsing its files takes.
 The corpus is the Python files of this environment, the tokenizer a byte-level BPE of 16,384 ids trained on it.
 """
 
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +36,7 @@ MAP_TIMES = 1.4  # tokenise+pack: how many times faster than datasets.map
 RAW_SHARE = 1.10  # tokenise+pack: wall time over the bare tokenizer's
 LOADER_TIMES = 50.0  # tokens per CPU second over HF's best
 GROWTH_MIB = 2.0  # private memory of a reader, for a corpus 16 times as large
+BUILTIN_TIMES = 2.0  # CPU time of the built-in corpus over a bare ast.parse of its files
 CONTEXT, ROWS = 1024, 8
 CORES = len(os.sched_getaffinity(0))
 
@@ -272,6 +274,37 @@ def show_memory(folder: Path) -> bool:
     return verdict("a reader of 16 times the rows", found[1] - found[0], GROWTH_MIB, "MiB more", most=True)
 
 
+# -------------------------------------------------------------------------------------------------- the built-in corpus
+
+
+def show_builtin(rounds: int) -> bool:
+    import ast
+    import warnings
+
+    from lockstep.sources import builtin
+
+    root = builtin.BuiltinSource().root
+    files = [path for _, path, _ in builtin.library_files(root)]
+
+    def parse() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in somebody else's strings
+            for path in files:
+                with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+                    ast.parse(path.read_text(encoding="utf-8"))
+
+    times: list[list[float]] = []
+    for _ in range(rounds):
+        marks = [cpu_seconds()]
+        for work in (lambda: list(builtin._documents(root)), parse):
+            work()
+            marks.append(cpu_seconds())
+        times.append([later - earlier for earlier, later in pairwise(marks)])
+    ours, bare = (statistics.median(each) for each in zip(*times, strict=True))
+    print(f"{'built-in corpus':36}{ours:10.2f} CPU s; ast.parse of its files {bare:.2f}")
+    return verdict("the built-in corpus over ast.parse", ours / bare, BUILTIN_TIMES, "times the CPU time", most=True)
+
+
 # ------------------------------------------------------------------------------------------------------------ verdict
 
 
@@ -286,7 +319,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=20)
-    parser.add_argument("--only", choices=["pack", "load", "memory"])
+    parser.add_argument("--only", choices=["pack", "load", "memory", "builtin"])
     parser.add_argument("--contend", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contend:
@@ -297,26 +330,34 @@ def main() -> int:
     print(f"python {sys.version.split()[0]}, load {load:.1f} on {CORES} cores")
     if load > CORES:
         print("the machine is busy: wall times say little")
+    good = [show_builtin(options.rounds)] if options.only in (None, "builtin") else list[bool]()
+    if options.only != "builtin":
+        good += show_files(options.only, options.megabytes, options.rounds)
+    return 0 if all(good) else 1
+
+
+def show_files(only: str | None, megabytes: int, rounds: int) -> list[bool]:
+    """Packing, loading and memory, on the Python files of this environment."""
     from lockstep.data.tokenize import train_bpe
 
     with tempfile.TemporaryDirectory() as top:
         corpus, tokenizer, cache = Path(top) / "corpus.jsonl", Path(top) / "tokenizer", Path(top) / "cache"
-        write_corpus(corpus, options.megabytes)
+        write_corpus(corpus, megabytes)
         tokenizer.mkdir()
         train_bpe(read_texts(corpus), 16_384).save(tokenizer)
         good: list[bool] = []
-        if options.only in (None, "pack"):
-            good.append(show_packing(corpus, tokenizer, options.rounds))
-        if options.only in (None, "load", "memory"):
+        if only in (None, "pack"):
+            good.append(show_packing(corpus, tokenizer, rounds))
+        if only in (None, "load", "memory"):
             ours(corpus, tokenizer, cache)
             (rows,) = cache.glob("*/train")
             copied = Path(top) / "train"
             rows.rename(copied)
-            if options.only != "memory":
-                good.append(show_loading(copied, options.rounds))
-            if options.only != "load":
+            if only != "memory":
+                good.append(show_loading(copied, rounds))
+            if only != "load":
                 good.append(show_memory(copied))
-    return 0 if all(good) else 1
+    return good
 
 
 if __name__ == "__main__":

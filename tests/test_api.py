@@ -125,11 +125,12 @@ def test_load_finds_a_run_as_the_command_line_does(monkeypatch: pytest.MonkeyPat
 
     seen: list[Path] = []
 
-    def load_run(path: Path) -> SimpleNamespace:
+    def load_model(path: Path) -> SimpleNamespace:
         seen.append(path)
-        return SimpleNamespace(model="model", tokenizer="tokenizer")
+        return SimpleNamespace(model="model", config=SimpleNamespace(family="llama"))
 
-    monkeypatch.setattr(inference, "load_run", load_run)
+    monkeypatch.setattr(inference, "load_model", load_model)
+    monkeypatch.setattr(inference, "with_words", lambda _: SimpleNamespace(tokenizer="tokenizer"))
     with pytest.raises(LockstepError, match="lockstep train llama demo makes one"):
         lockstep.load("latest")
     write_json(Path("runs/mine/config.json"), {})
@@ -159,8 +160,8 @@ def test_the_package_names_only_what_it_has() -> None:
 
 def test_the_family_is_checked_with_a_config_too(in_dir: Path) -> None:
     config = lockstep.get_default_config("tiny")
-    with pytest.raises(lockstep.LockstepError, match="not built yet"):
-        lockstep.train("ad", config)
+    with pytest.raises(lockstep.LockstepError, match="unknown family"):
+        lockstep.train("nonsense", config)
     with pytest.raises(lockstep.LockstepError, match="Config is of family 'llama'"):
         lockstep.train("llada", config)
     with pytest.raises(lockstep.LockstepError, match="family comes first"):

@@ -1,9 +1,8 @@
-"""The command line as a process of its own: locale, pipes, cost."""
+"""The command line as a process of its own: locale, pipes."""
 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -32,13 +31,3 @@ def test_a_reader_that_goes_away_is_no_crash() -> None:
         running.stdout.close()
         assert running.stderr.read() == b""
         assert running.wait() == 141
-
-
-def test_help_costs_next_to_nothing() -> None:
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert process("--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(seconds() for _ in range(3)) <= 0.15

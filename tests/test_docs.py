@@ -23,7 +23,14 @@ from tests.hub.server import LoopbackHub
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```bash\n(?P<body>.*?)```", re.DOTALL)
-FEW_STEPS = ["training.max_steps=2", "training.eval_batches=1", "report.tensorboard=false", "--device", "cpu"]
+FEW_STEPS = [
+    "training.max_steps=2",
+    "training.batch_size=2",
+    "training.eval_batches=1",
+    "report.tensorboard=false",
+    "--device",
+    "cpu",
+]
 NOT_RUN_AT_MOST = 8
 SHELL_SYNTAX = re.compile(r"[|;&<>`]|\$[({]")
 
@@ -74,8 +81,9 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.fixture(scope="module")
-def dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("datasets")
+def dataset_cache(tmp_path_factory: pytest.TempPathFactory, _prepared: Path) -> Path:
+    """With what other tests have prepared, but its own: a page may say how to clear it."""
+    return shutil.copytree(_prepared, tmp_path_factory.mktemp("datasets"), dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("page", RUN)

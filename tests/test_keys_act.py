@@ -350,7 +350,7 @@ def test_the_sample_is_as_long_as_asked(tokens: int, tmp_path: Path, monkeypatch
     asked: list[Any] = []
     monkeypatch.setattr("lockstep.engine.inference.continue_text", lambda *words: asked.append(words) or "x")
     parts, _ = run(tmp_path, {**BASE, "training.max_steps": 1, "report.sample_tokens": tokens})
-    assembled: Any = SimpleNamespace(prepared=SimpleNamespace(tokenizer=SimpleNamespace(separator=0)))
+    assembled: Any = SimpleNamespace(prepared=SimpleNamespace(words=SimpleNamespace(separator=0)))
     train.draw_sample(parts, assembled, NoMarks())
     assert asked[0][3] == "The"
     assert asked[0][4].tokens == tokens

@@ -60,13 +60,16 @@ def train(
     return run(loaded)
 
 
-def load(run_or_checkpoint: str | Path) -> tuple[nn.Module, Tokenizer]:
-    """The model and the tokenizer of a run (its newest good checkpoint, by path, name or `latest`) or a checkpoint."""
-    from lockstep.engine.inference import load_run
+def load(run_or_checkpoint: str | Path) -> tuple[nn.Module, Tokenizer | None]:
+    """The model and the tokenizer of a run (its newest good checkpoint, by path, name or `latest`) or a checkpoint.
+
+    An agent has no tokenizer: `agent, _ = load("runs/my-agent")`.
+    """
+    from lockstep.engine.inference import load_model, with_words
     from lockstep.home import find_run
 
-    trained = load_run(find_run(str(run_or_checkpoint)))
-    return trained.model, trained.tokenizer
+    loaded = load_model(find_run(str(run_or_checkpoint)))
+    return loaded.model, None if loaded.config.family == "ad" else with_words(loaded).tokenizer
 
 
 def preset_or_file(
@@ -166,7 +169,7 @@ def _check(loaded: Loaded) -> None:
     config = loaded.config
     env.hide(hub.token_of(config.data.hf_token))
     try:
-        config.objective.check(config.data.documents)
+        config.check()
         if shapes.known(config.model.model_path) is not None:
             shapes.resolve(config.model, context_length=config.training.context_length)
     except LockstepError as error:

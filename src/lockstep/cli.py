@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import shlex
 import sys
 from argparse import Namespace
@@ -13,18 +11,17 @@ from typing import TYPE_CHECKING
 
 from lockstep import __version__, guard
 from lockstep.api import setting_words
-from lockstep.arguments import Setting, parse
-from lockstep.errors import ConfigError, ExitCode, OutputError
+from lockstep.arguments import Setting
+from lockstep.errors import ConfigError, ExitCode
 from lockstep.guard import say
 from lockstep.registry import suggest
+from lockstep.trained import evaluate, export, sample
+from lockstep.verb_arguments import parse
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
 Verb = Callable[[Namespace, list[Setting]], int]
-SAMPLING = (
-    "tokens", "temperature", "top_k", "seed", "steps", "block_length", "remasking", "cfg_scale", "threshold"
-)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,6 +140,25 @@ def _show_datasets(roots: list[Path], *, verify: bool) -> int:
     return ExitCode.DATA if damaged else ExitCode.DONE
 
 
+def collect(arguments: Namespace, settings: list[Setting]) -> int:
+    """Let source learners make the histories that an agent learns from."""
+    from lockstep.report.logs import setup_logging
+    from lockstep.runtime.devices import check_asked
+    from lockstep.start import collect_histories
+
+    loaded = _resolve(arguments, settings)
+    check_asked(loaded.config.system)
+    if arguments.dry_run:
+        from lockstep.config.show import show
+
+        say(show(loaded, only_set=True))
+        return ExitCode.DONE
+    setup_logging(level=loaded.config.debug.log_level)
+    for notice in loaded.notices:
+        say(notice)
+    return collect_histories(loaded, overwrite=arguments.overwrite)
+
+
 def status(arguments: Namespace, _: list[Setting]) -> int:
     """Show how runs stand, from their files alone."""
     from lockstep.status import status as show_status
@@ -205,72 +221,6 @@ def _found(run: str) -> Path:
     from lockstep.home import find_run, root_of
 
     return root_of(find_run(run))
-
-
-def sample(arguments: Namespace, _: list[Setting]) -> int:
-    """Let a trained model speak: continue a text, or fill its blanks."""
-    from lockstep.home import find_run
-
-    path = find_run(arguments.run)
-    asked: dict[str, object] = {name: getattr(arguments, name) for name in SAMPLING}
-    asked |= {"forbid_eos": arguments.no_eos or None, "delay_eos": arguments.delay_eos or None}
-    from lockstep.engine.inference import sample_run
-
-    say(sample_run(path, arguments.prompt, {name: value for name, value in asked.items() if value is not None}))
-    return ExitCode.DONE
-
-
-def evaluate(arguments: Namespace, _: list[Setting]) -> int:
-    """Measure a trained model on its validation rows, on labelled text, or on one answer."""
-    from lockstep.home import find_run
-
-    path = find_run(arguments.run)
-    asked = {name: getattr(arguments, name) for name in ("prompt", "samples", "cfg_scale")}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if arguments.answer is not None and arguments.labels:
-        raise ConfigError("one at a time", where="--answer", hint="without --labels")
-    if arguments.answer is None and asked:
-        raise ConfigError("goes with --answer", where=f"--{next(iter(asked)).replace('_', '-')}", hint="--answer TEXT")
-    if arguments.answer is not None:
-        from lockstep.engine.measure import measure_answer
-
-        found = measure_answer(path, arguments.answer, **asked)
-    elif arguments.labels:
-        from lockstep.engine.labelled import read_labelled
-
-        columns = {"text_column": arguments.text_column, "label_column": arguments.label_column}
-        labelled = read_labelled(arguments.labels, at_most=arguments.max_samples, **columns)
-        from lockstep.engine.measure import How, measure_labels
-
-        how = How(arguments.method, arguments.seeds, arguments.epochs, arguments.lr)
-        found = measure_labels(path, labelled, how)
-    else:
-        from lockstep.engine.measure import measure_run
-
-        found = measure_run(path)
-    say(json.dumps(found.fields(), indent=2) if arguments.json else "\n".join(found.lines()))
-    return ExitCode.DONE
-
-
-def export(arguments: Namespace, _: list[Setting]) -> int:
-    """Hand a trained model to other programs."""
-    from lockstep.config.renames import dtype
-    from lockstep.home import find_run, root_of
-
-    path, kind = find_run(arguments.run), dtype(arguments.dtype)
-    if kind is None:
-        raise ConfigError(f"got {arguments.dtype[:40]!r}", where="--dtype", hint="one of fp32, bf16, fp16")
-    folder = Path(arguments.folder) if arguments.folder else root_of(path) / arguments.to
-    if _is_taken(folder):
-        others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-        free = next(other for other in others if not _is_taken(other))
-        hint = f"lockstep export {arguments.run} {free} --to {arguments.to}"
-        raise OutputError("exists and is not empty", where=str(folder), hint=hint)
-    from lockstep.engine.inference import export_adapter, export_run
-
-    written = export_adapter(path, folder) if arguments.to == "peft" else export_run(path, folder, kind)
-    say(f"Exported to {written}")
-    return ExitCode.DONE
 
 
 def config_list(arguments: Namespace, _: list[Setting]) -> int:
@@ -344,12 +294,13 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "train": ("train a model: lockstep train llama demo", train),
     "resume": ("go on with a run, exactly where it stopped", resume),
     "prepare": ("prepare a dataset; --list, --verify, --clean", prepare),
+    "collect": ("make the histories that agents learn from: lockstep collect ad demo", collect),
     "status": ("show how runs stand, without touching them", status),
     "logs": ("show what the workers said: --gpu 2 --follow", logs),
     "stop": ("let a run save and end", stop),
     "doctor": ("check whether this machine can train", doctor),
     "script": ("print a script for slurm, torchrun, accelerate or k8s", script),
-    "sample": ("let a trained model continue a text, or fill its [MASK]s", sample),
+    "sample": ("let a trained model continue a text or fill its [MASK]s; an agent walks", sample),
     "eval": ("measure a trained model; --labels FILE: beside random weights; --answer TEXT: its likelihood", evaluate),
     "export": ("write a trained model for transformers", export),
     "config list": ("show the presets", config_list),
@@ -376,10 +327,3 @@ def _resolve(arguments: Namespace, settings: list[Setting]) -> Loaded:
     if arguments.debug:
         preset, settings = with_debug(preset, settings)
     return resolve(arguments.family, preset=preset, file=file, flags=settings)
-
-
-def _is_taken(folder: Path) -> bool:
-    try:
-        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as error:
-        raise OutputError(f"cannot be used: {error.strerror or error}", where=str(folder)[:300]) from error

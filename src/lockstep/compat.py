@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import api, compat_llada, compat_mlm, compat_mlm_scripts, guard
+from lockstep import api, compat_ad, compat_llada, compat_mlm, compat_mlm_scripts, guard
 from lockstep.compat_door import Door, parse, resolve
 from lockstep.errors import ExitCode, OutputError
 from lockstep.families import families_table, init
@@ -40,9 +40,14 @@ DOORS = {
         Door("prepare_dataset.py", "Prepare the dataset of a configuration, without training.", prepares=True),
         compat_mlm.DOOR,
         compat_llada.DOOR,
+        compat_ad.TRAIN,
     )
 }
-PROGRAMS = {**compat_mlm_scripts.PROGRAMS, **compat_llada.PROGRAMS}  # that start a trainer, or none
+PROGRAMS = {
+    **compat_mlm_scripts.PROGRAMS,
+    **compat_llada.PROGRAMS,
+    **compat_ad.PROGRAMS,
+}  # that start a trainer, or none
 
 
 def main(script: str, argv: Sequence[str]) -> int:
@@ -73,6 +78,7 @@ def _run(door: Door, argv: Sequence[str]) -> int:
     from lockstep.runtime.devices import check_asked
     from lockstep.start import Start, is_child, start
 
+    argv = door.complete(argv)
     asked, settings = parse(door, argv)
     loaded = resolve(door, asked, settings)
     if door.prepares and not asked.dry_run:

@@ -57,6 +57,15 @@ class Door:
         every = {"report.log_all_ranks": "true"} if self.launcher else {}
         return places | every | {"report.log_prefix": self.log_prefix}
 
+    def complete(self, argv: Sequence[str]) -> list[str]:
+        """The command line as every worker is to understand it, wherever it was typed."""
+        return [*argv]
+
+    def words(self, asked: Namespace) -> list[Setting]:
+        """Settings that were given by a flag of the script itself, as strong as flags."""
+        del asked
+        return []
+
     def switches(self, asked: Namespace, first: Loaded) -> Mapping[str, str]:
         """Settings that flags of the script itself stand for: over the file, under a flag of the setting's own name."""
         del asked, first
@@ -86,9 +95,9 @@ def resolve(door: Door, asked: Namespace, settings: Sequence[Setting]) -> Loaded
     """The configuration of a command line: preset < the script's own defaults < file < flags."""
     from lockstep.config.load import Origin
 
-    preset, flags = asked.preset or door.preset, [*settings]
+    preset, flags = asked.preset or door.preset, [*door.words(asked), *settings]
     if asked.debug:
-        preset, flags = api.with_debug(preset, settings)
+        preset, flags = api.with_debug(preset, flags)
     file, notices = _find_config(asked.config)
     first = api.resolve(door.family, preset=preset, file=file, flags=flags, check=False)  # may lack what is ours
     taken = {key for key, origin in first.origins.items() if origin.layer in ("file", "flag")}

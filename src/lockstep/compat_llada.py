@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 TRAINER, LAUNCHER = "train_llada_pretrained.py", "launch_training.sh"
 DATA_DIR, SAVE_DIR, LOG_DIR = "shakespeare_processed", "checkpoints_pretrained", "logs"
 OWN_SHAPES = "lockstep/"  # no weights were ever published for these
+NO_FP16 = "fp16 needs a GPU: on the CPU this run uses fp32 (--precision fp16 or bf16 for 16 bits all the same)"
 GPUS = 2  # of the launcher, where no number is given
 RULE = "=" * 46
 DOCUMENTED = (
@@ -166,7 +167,7 @@ def _fp16_notice(loaded: Loaded) -> list[str]:
     """Where 16 bits were left to the CPU: which precision is used instead."""
     if not on_cpu(loaded) or loaded.config.training.precision != "auto":
         return []
-    return ["fp16 needs a GPU: on the CPU this run uses fp32 (--precision fp16 or bf16 for 16 bits all the same)"]
+    return [NO_FP16]
 
 
 def _of_windows(folder: Path, model: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -82,8 +82,8 @@ class Objective(Protocol):
     columns: Mapping[str, str]  # what a cached row holds: column -> numpy dtype
     terms: Mapping[str, float]  # loss term -> coefficient
 
-    # Who needs the special tokens also has `with_vocabulary(vocabulary) -> Objective`, called before any other method;
-    # who needs a column of all rows of the global batch names it in `whole_columns`, and finds it in `draw.whole`.
+    # It may have `with_vocabulary(vocabulary) -> Objective`, called before any other method; `whole_columns`, found of
+    # all rows of the global batch in `draw.whole`; `watched`, told of each step: measure -> the term it is a mean over.
 
     def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[Mapping[str, Array]]:
         """Token ids of documents to blocks of finished rows: column -> (n, width)."""
@@ -98,7 +98,7 @@ class Objective(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """SUM per term, never divided."""
+        """SUM per term, never divided; and of each watched measure."""
         ...
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
@@ -177,6 +177,7 @@ class StepRecord:
     digest: str = ""  # of the parameters, when asked for
     eta_seconds: float = 0.0
     mfu: float | None = None  # model FLOP/s over the peak of the card; None where the peak is unknown
+    measures: Mapping[str, float] = field(default_factory=dict[str, float])  # what the objective watches
 
 
 class Sink(Protocol):

@@ -38,6 +38,17 @@ def root_of(path: Path) -> Path:
     return path.resolve().parents[1] if (path / MANIFEST).is_file() else path
 
 
+def family_of(path: Path) -> str:
+    """What a run or one of its checkpoints is of, as its files say; empty where they do not."""
+    for file in (root_of(path) / "config.json", path / "run.json"):
+        try:
+            told = json.loads(file.read_text(encoding="utf-8"))
+            return str(told.get("family") or told["about"]["family"])
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+            continue
+    return ""
+
+
 def last_runs(out: Path) -> list[Path]:
     """Run folders, newest first."""
     found = [path.parent for path in out.glob("*/config.json") if not path.parent.is_symlink()]
@@ -56,18 +67,14 @@ def home() -> str:
     lines += ["", f"last runs in {RUNS}/"]
     lines += [f"  {run.name}  {_state(RunDir(run))}" for run in runs] or ["  none yet"]
     lines += ["", "try", f"  lockstep train llama {'production' if gpus else 'demo'}"]
-    lines += [f'  lockstep sample {runs[0].name} "{_prompt(runs[0])}"'] if runs else ["  lockstep config list"]
+    lines += [f"  lockstep sample {runs[0].name}{_prompt(runs[0])}"] if runs else ["  lockstep config list"]
     lines += ["  lockstep --help"]
     return "\n".join(lines)
 
 
 def _prompt(run: Path) -> str:
-    """What its model can do something with: encoders fill blanks."""
-    try:
-        family = json.loads((run / "config.json").read_text(encoding="utf-8")).get("family")
-    except (OSError, ValueError, AttributeError):
-        return "The"
-    return "the [MASK] sat" if family == "mlm" else "The"
+    """What its model can do something with: encoders fill blanks, agents walk unasked."""
+    return {"mlm": ' "the [MASK] sat"', "ad": ""}.get(family_of(run), ' "The"')
 
 
 def _state(run: RunDir) -> str:

@@ -144,6 +144,22 @@ def prepare_data(loaded: Loaded, to: Path | None = None) -> int:
     return ExitCode.DONE
 
 
+def collect_histories(loaded: Loaded, *, overwrite: bool = False) -> int:
+    """Collect what an agent learns from, and say what has come of it."""
+    from lockstep.data.options import HistoryOptions
+    from lockstep.runtime import signals
+
+    config = loaded.config
+    if not isinstance(config.data, HistoryOptions):
+        what = f"family {config.family!r} learns from text, and not from histories"
+        raise ConfigError(what, where="lockstep collect", hint=f"lockstep prepare {config.family}")
+    from lockstep.engine.histories import gather
+
+    with signals.listening():
+        say(*gather(config, overwrite=overwrite).lines())
+    return ExitCode.DONE
+
+
 def _on_cpu(loaded: Loaded) -> bool:
     """Whether the CPU does the work. GPUs that were asked for by name are never replaced by it."""
     device = loaded.config.system.device

@@ -11,27 +11,34 @@ import torch
 
 from lockstep import registry
 from lockstep.contracts import PROMPT, Batch, Draw, Objective, Rows, SampleOptions, Vocabulary
-from lockstep.models import encoder_shapes, llada_shapes, llama_shapes
+from lockstep.errors import ConfigError
+from lockstep.models import agent_shapes, encoder_shapes, llada_shapes, llama_shapes
+from lockstep.models.agent import Agent
 from lockstep.models.build import Model
 from lockstep.models.encoder import Encoder
 from lockstep.models.initialise import initialise
 from lockstep.models.llama import Llama
-from lockstep.objectives.options import CausalOptions, DiffusionOptions, MlmOptions
+from lockstep.objectives.options import CausalOptions, DiffusionOptions, DistillOptions, MlmOptions
+from lockstep.worlds.observed import Histories
 
 NAMES = registry.names("objectives")
 OPTIONS: dict[str, Any] = {  # one with settings of its own adds its line
     "causal": CausalOptions(),
     "diffusion": DiffusionOptions(),
+    "distill": DistillOptions(),
     "mlm": MlmOptions(),
 }
 OTHER_DOCUMENTS = {"diffusion": "answers"}  # the rest: masked
 VOCABULARY = Vocabulary(512, {"pad": 300, "cls": 301, "sep": 256, "unk": 302, "mask": 303}, np.arange(512) % 3 == 0)
 MASK = VOCABULARY.specials["mask"]
 CONTEXT = 16
+HISTORIES = Histories(
+    np.random.default_rng(0).integers(0, 2, (3, 8, 40), np.uint8), size=5, horizon=8, actions=5, region=8
+)
 
 
 def test_there_are_objectives() -> None:
-    assert {"causal", "diffusion", "mlm"} <= set(NAMES)
+    assert {"causal", "diffusion", "distill", "mlm"} <= set(NAMES)
     assert set(NAMES) <= set(OPTIONS)
 
 
@@ -47,6 +54,8 @@ def can_keep_documents_apart(name: str) -> bool:
 def objective(request: pytest.FixtureRequest) -> Objective:
     name, mode = request.param
     made = registry.load("objectives", name, "build")(OPTIONS[name], **mode)
+    if hasattr(made, "with_histories"):
+        return made.with_histories(HISTORIES, length=CONTEXT, terms={})
     told = getattr(made, "with_vocabulary", None)
     return told(VOCABULARY) if told else made
 
@@ -61,6 +70,7 @@ def models() -> dict[str, Model]:
     """What can be trained on each; one of your own sees what came before."""
     made = {"causal": Llama(llama_shapes.KNOWN["lockstep/tiny"], attention="native_flash"),
             "diffusion": Llama(llada_shapes.KNOWN["lockstep/llada-tiny"], attention="native_flash"),
+            "distill": Agent(agent_shapes.KNOWN["lockstep/ad-tiny"], attention="native_flash"),
             "mlm": Encoder(encoder_shapes.KNOWN["lockstep/mlm-tiny"], attention="native_flash")}  # fmt: skip
     for one in made.values():
         initialise(one, seed=1, std=0.1)
@@ -78,6 +88,9 @@ def model(models: dict[str, Model], objective: Objective) -> Model:
 
 @pytest.fixture
 def rows(objective: Objective) -> Rows:
+    places = np.arange(8)
+    if not of_texts(objective):
+        return Rows(places, np.zeros(8, dtype=np.int64), places, {"histories": places[:, None].astype(np.int32)})
     generator = np.random.default_rng(0)
     documents = [generator.integers(0, 256, generator.integers(1, 90)) for _ in range(12)]
     if "lengths" in objective.columns:
@@ -85,7 +98,6 @@ def rows(objective: Objective) -> Rows:
     blocks = list(objective.pack(documents, context_length=CONTEXT, separator=256))
     columns = {name: np.concatenate([block[name] for block in blocks])[:8] for name in objective.columns}
     assert all(set(block) == set(objective.columns) for block in blocks)
-    places = np.arange(8)
     return Rows(places, np.zeros(8, dtype=np.int64), places, columns)
 
 
@@ -111,8 +123,16 @@ def test_rows_have_the_columns_it_names(objective: Objective, rows: Rows) -> Non
         assert len(column) == 8
 
 
+def of_texts(objective: Objective) -> bool:
+    return "histories" not in objective.columns
+
+
 def test_packing_repeats(objective: Objective) -> None:
     documents = [np.arange(50), np.arange(70)]
+    if not of_texts(objective):
+        with pytest.raises(ConfigError, match="not from text"):
+            objective.pack(documents, context_length=CONTEXT, separator=256)
+        return
     first, second = (list(objective.pack(documents, context_length=CONTEXT, separator=256)) for _ in range(2))
     assert all(np.array_equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
 
@@ -145,6 +165,8 @@ def test_the_cut_into_micro_batches_changes_nothing(objective: Objective, rows: 
 def test_the_loss_is_a_differentiable_sum(objective: Objective, rows: Rows, model: Model, draw: Draw) -> None:
     model.train()
     losses = objective.loss(model, objective.collate(rows, draw))
+    watched = {name: losses.pop(name) for name in set(losses) - set(objective.terms)}
+    assert not any(total.requires_grad for total in watched.values()), "no part of the loss"
     assert set(losses) == set(objective.terms)
     for total in losses.values():
         assert total.shape == ()
@@ -168,6 +190,10 @@ def test_evaluation_has_a_loss_and_needs_no_gradient(
 
 
 def test_samples_are_ids_and_repeat(objective: Objective, model: Model) -> None:
+    if not of_texts(objective):
+        with pytest.raises(ConfigError, match="not from text"):
+            objective.sample(model, [1, 2, 3], SampleOptions(tokens=6))
+        return
     marks = name_of(objective) == "mlm"
     options, prompt = SampleOptions(tokens=6, seed=3), [1, MASK, 3, MASK] if marks else [1, 2, 3]
     first = objective.sample(model, prompt, options)

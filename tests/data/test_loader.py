@@ -21,6 +21,8 @@ from lockstep.objectives.causal import Causal, expanded
 from tests.data.coverage import Seen, faults, seen_in
 from tests.data.stand_in import Plain, table
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture
 def numbers(tmp_path: Path) -> Table:
@@ -56,8 +58,8 @@ def same(left: list[list[Batch]], right: list[list[Batch]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7])
-@pytest.mark.parametrize("start", [0, 1, 6, 20])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=SLOW), 3, pytest.param(7, marks=SLOW)])
+@pytest.mark.parametrize("start", [0, 1, pytest.param(6, marks=SLOW), 20])
 def test_batches_do_not_depend_on_workers_or_start(numbers: Table, workers: int, start: int) -> None:
     straight = steps(make(numbers), 30)
     assert same(straight[start:], steps(make(numbers, workers=workers, start_step=start), 30 - start))
@@ -276,7 +278,7 @@ def dealt(
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=SLOW), 2])
 @pytest.mark.parametrize("rows", [7, 23, 24, 100])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_row_once_per_epoch_across_ranks(world: int, rows: int, workers: int, tmp_path: Path) -> None:

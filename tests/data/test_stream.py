@@ -120,8 +120,17 @@ def rows_in_order(base: Path, world: int, *, workers: int = 0, start: int = 0, o
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+QUICK = ((1, 2), (2, 0), (3, 1), (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("world", "workers"),
+    [
+        pytest.param(world, workers, marks=() if (world, workers) in QUICK else pytest.mark.slow)
+        for world in (1, 2, 3, 4)
+        for workers in (0, 1, 2)
+    ],
+)
 def test_world_size_and_threads_change_nothing(tmp_path: Path, world: int, workers: int) -> None:
     """Item 30, for streams; batches of 24 straddle chunks and epochs of 54 rows."""
     base = whole(tmp_path)

@@ -22,15 +22,9 @@ for row in rows:
 """
 
 
-@pytest.fixture(scope="session")
-def dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("datasets")
-
-
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, dataset_cache: Path) -> None:
+def clean(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
     """No variable names a GPU, none that a script sets stays behind, and the dataset is built once for all tests."""
-    monkeypatch.setenv("DATASET_CACHE_DIR", str(dataset_cache))
     for name in ("GPU_RANK", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)

@@ -219,7 +219,9 @@ def test_a_failure_keeps_its_code_and_says_nothing_of_completion(
     assert "Training completed!" not in result.text
 
 
-def test_the_estimate_is_measured_or_not_given(door: Run, gpus: Callable[[int], None], known_speed: None) -> None:
+def test_the_estimate_is_measured_or_not_given(
+    door: Run, in_dir: Path, gpus: Callable[[int], None], known_speed: None, started: list[tuple[Any, Start]]
+) -> None:
     """C4, item 101: so many samples at the speed that was measured; no figure where nothing could be measured."""
     gpus(8)
     text = door("multi_gpu_configs.py", "estimate", "h200_8gpu_fast").out
@@ -231,21 +233,6 @@ def test_the_estimate_is_measured_or_not_given(door: Run, gpus: Callable[[int], 
     assert "Estimated total time: 10 s" in door("train_config.sh", *words).out, "the limit in steps counts too"
     loaded = resolve(DOORS["mlm_pretrain_v3.py"], *parse(DOORS["mlm_pretrain_v3.py"], []))
     assert probe.lines(loaded, "no", workers=1)[0] == "Estimated time per epoch: n/a (no)"
-
-
-def test_the_probe_measures_the_model_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger model takes longer: the probe computes what was asked for."""
-    monkeypatch.setattr(probe, "MEASURED_SECONDS", 0.2)
-    trainer = DOORS["mlm_pretrain_v3.py"]
-
-    def measured(*words: str) -> Probe:
-        loaded = resolve(trainer, *parse(trainer, ["--device", "cpu", "--vocab-size", "500", *words]))
-        return probe.probe(loaded.config)
-
-    small = measured("--batch-size", "2", "--max-seq-len", "16")
-    large = measured("--batch-size", "16", "--max-seq-len", "64", "--n-embed", "128")
-    assert 0 < small.step_seconds < large.step_seconds
-    assert not small.on_gpu
 
 
 # --- the whole of it -------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,11 +32,14 @@ DOCUMENTS, WORDS, ROW_WORDS = 90, 33, 14  # three rows each
 UNITS = {"s": 1.0, "min": 60.0, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
+pause: Callable[[float], object] = time.sleep
+
+
 class Paced(Mlm):
     """Takes its time for every micro-batch that is learnt from: what else this machine does hardly counts."""
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        time.sleep(PACE)
+        pause(PACE)
         return super().loss(model, batch)
 
 
@@ -97,6 +101,35 @@ def trained_seconds(folder: Path) -> float:
     return times["end"] - times["estimate"]
 
 
+def test_the_estimate_is_the_steps_of_a_run_by_what_one_takes(
+    door: Run, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only the objective moves; then probes that are wrong in three ways."""
+    seconds = [0.0]
+    monkeypatch.setattr(f"{__name__}.pause", lambda more: seconds.append(seconds[-1] + more))
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: seconds[-1]))
+    monkeypatch.setattr(probe, "MEASURED_SECONDS", 0.2)
+    monkeypatch.setattr(probe, "measure", lambda loaded, **_: probe.probe(loaded.config))
+    monkeypatch.setitem(CONFIGS, "mine", config(device="cpu", **{"objective.name": f"{__name__}:build"}))
+    ended = door("mlm_pretrain_v3.py", "--config-name", "mine", "report.tensorboard=false")
+    assert ended.code == 0, ended.text
+    steps = sum(event["kind"] == "step" for event in events(text))
+    assert steps == pytest.approx(2 * 3 * 0.9 * DOCUMENTS / 4, rel=0.15)
+
+    def total() -> float:
+        return said(door("multi_gpu_configs.py", "estimate", "mine").out, "total time")
+
+    right = probe._time
+    assert total() == pytest.approx(steps * PACE, rel=0.2)
+    for factor in (4, 1 / 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(probe, "_time", lambda *words, factor=factor: factor * right(*words))
+            assert not fits(total(), steps * PACE), f"a probe that is off by {factor}"
+    monkeypatch.setattr(probe, "look", lambda _: ([], False))
+    assert not fits(total(), steps * PACE), "5,000 samples of one row each were assumed, where 90 of three are"
+
+
+@pytest.mark.slow
 def test_the_estimate_is_the_time_of_a_real_run(door: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`estimate` in the process of its own, then the run; then probes that are wrong in three ways."""
     monkeypatch.setitem(CONFIGS, "mine", config(device="cpu", **{"objective.name": f"{__name__}:build"}))
@@ -217,3 +250,23 @@ def test_only_text_that_lies_here_is_looked_at(text: Path) -> None:
     assert looked(*here, "--min-words", "40") == ([], False)
     assert looked(*here, "--tokenizer-name", "wordpiece")[0][0] == round(WORDS * 1.3)
     assert looked() == looked("--dataset", "imdb") == looked("--data-path", "nothing.txt") == ([], False)
+
+
+def test_the_probe_measures_the_model_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and its tokens: the probe computes what was asked for."""
+
+    def work(stepper: Any, steps: Sequence[Sequence[Batch]]) -> float:
+        stepper.launch(0, steps[0]).read()
+        return float(sum(weight.numel() for weight in stepper.model.parameters()) * steps[0][0].tokens)
+
+    monkeypatch.setattr(probe, "_time", work)
+    trainer = DOORS["mlm_pretrain_v3.py"]
+
+    def measured(*words: str) -> Probe:
+        loaded = resolve(trainer, *parse(trainer, ["--device", "cpu", "--vocab-size", "500", *words]))
+        return probe.probe(loaded.config)
+
+    small = measured("--batch-size", "2", "--max-seq-len", "16")
+    large = measured("--batch-size", "16", "--max-seq-len", "64", "--n-embed", "128")
+    assert 0 < 100 * small.step_seconds < large.step_seconds
+    assert not small.on_gpu

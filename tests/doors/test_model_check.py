@@ -260,6 +260,7 @@ def test_lines_carry_the_gpu(
     assert {line.partition(":")[0] for line in outcome.out.splitlines()} == {f"GPU{label}"}
 
 
+@pytest.mark.slow  # by default with two workers: tests/faults/test_doors_launching.py
 def test_a_launcher_labels_logs_and_concludes(door: Run, in_dir: Path) -> None:
     outcome = door("run_training.sh", *QUICK, "--max-steps", "2")
     assert outcome.code == 0, outcome.text
@@ -351,10 +352,9 @@ def test_init_copies_every_script_and_changes_nothing(in_dir: Path) -> None:
     assert (folder / "run.sh").read_text(encoding="utf-8") == "mine"
 
 
-@pytest.mark.parametrize("family", ["ad", "nonsense"])
-def test_init_claims_no_more_than_there_is(family: str, in_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not built yet|unknown family"):
-        compat.init(family, in_dir)
+def test_init_claims_no_more_than_there_is(in_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown family"):
+        compat.init("nonsense", in_dir)
     assert list(in_dir.iterdir()) == []
 
 
@@ -367,9 +367,9 @@ def test_the_families_table_names_every_documented_command() -> None:
         "prepare_dataset.py",
         "train_gpu.sh",
         "train_auto_gpu.sh",
+        "train_multi_gpu.sh",
     ):
         assert script in table
-    assert table.count("(not built yet)") == 1
 
 
 def test_requirements_txt_is_what_pyproject_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lockstep.engine import collect as module
 from lockstep.engine.collect import Collection, collect, plan
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError
 from lockstep.learners.history import History, Learner
 from lockstep.learners.ppo import PPO
 from lockstep.learners.q_learning import QLearning
@@ -162,21 +163,31 @@ def test_unfinished_work_of_other_settings_is_refused(tmp_path: Path) -> None:
         collect(replace(broken, steps=240))
 
 
-def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+def test_what_is_no_file_of_histories_is_refused_and_left_alone(tmp_path: Path) -> None:
     wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=60, streams=3, folder=tmp_path)
     with h5py.File(wanted.file("hdf5"), "w") as file:
         file.create_group("0")
-    with pytest.raises(ConfigError, match="other settings"):
+    before = wanted.file("hdf5").read_bytes()
+    with pytest.raises(DataError, match="task 0 has no 'states'"):
         collect(wanted)
+    assert wanted.file("hdf5").read_bytes() == before
     wanted.file("hdf5").write_bytes(b"no such format")
     with pytest.raises(DataError, match="not a readable HDF5"):
         collect(wanted)
+    assert wanted.file("hdf5").read_bytes() == b"no such format"
+    assert collect(wanted, overwrite=True)
 
 
-def test_two_collections_do_not_meet(tmp_path: Path) -> None:
+def test_of_two_collections_one_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=60, streams=3, folder=tmp_path)
-    with FileLock(tmp_path / f".{wanted.stem}.lock"), pytest.raises(LockstepError, match="another process"):
-        collect(wanted)
+    other = FileLock(tmp_path / f".{wanted.stem}.lock", thread_local=False)
+    other.acquire()
+    threading.Timer(0.3, other.release).start()
+    began = time.monotonic()
+    with caplog.at_level("INFO"):
+        assert collect(wanted)
+    assert time.monotonic() - began >= 0.25
+    assert f"waiting for another process, who is building {wanted.file('hdf5')}" in caplog.text
 
 
 @pytest.mark.parametrize("learner", [QLearning(), replace(QUICK, streams_per_learner=2)])

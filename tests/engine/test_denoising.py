@@ -237,7 +237,7 @@ def test_the_closing_sample_goes_on_in_any_order(monkeypatch: pytest.MonkeyPatch
         config=load("llada", preset="tiny", flags=[("report.sample_prompt", prompt)]).config,
         stepper=SimpleNamespace(model=torch.nn.Identity()),
     )
-    assembled: Any = SimpleNamespace(prepared=SimpleNamespace(tokenizer=ByteTokenizer()))
+    assembled: Any = SimpleNamespace(prepared=SimpleNamespace(words=ByteTokenizer(), tokenizer=ByteTokenizer()))
     objective: Any = SimpleNamespace(answers=answers)
     assert samples.uncovered(parts, assembled, objective) == f"{prompt} more"
     assert (told[0].get("remasking") == "random") == (prompt == "The")

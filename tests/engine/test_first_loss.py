@@ -16,6 +16,7 @@ from lockstep.engine import build
 from lockstep.engine.first_loss import TOLERANCE, foreseen
 from lockstep.engine.inference import load_run
 from lockstep.models import hf
+from lockstep.models.agent_shapes import KNOWN as AGENTS
 from lockstep.models.build import build as build_model
 from lockstep.models.encoder_shapes import KNOWN
 from lockstep.models.options import EncoderOptions
@@ -83,3 +84,76 @@ def test_a_word_that_comes_often_is_one_word() -> None:
     assert room(torch.arange(1000) % 10, places=places) == pytest.approx(10**-0.5)
     assert room(torch.arange(0), places=places[:0]) == pytest.approx(1)
     assert room(torch.full((1000,), 7)) == pytest.approx(4096**-0.5)  # of all tokens, as in a language model
+
+
+# -------------------------------------------------------------------------------------------------------------- agents
+
+FEW_CHOICES = ("--device", "cpu", "report.tensorboard=false", "training.eval_batches=1", "system.threads=1",
+               "--name", "one", "--max-steps", "1", "training.gen_episodes=0")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "answers"),
+    [
+        ((), ["action"]),
+        (("model.dynamics=true", "model.dynamics_strength=0.5"), ["action", "x", "y", "reward"]),
+        (("model.compressed=true", "model.region=20", "model.summary_tokens=2"), ["action", "kind"]),
+        (("model.init_std=0.02", "model.head_init_std=0.1", "model.dynamics=true"), ["action", "x", "y", "reward"]),
+    ],
+    ids=["plain", "dynamics", "compressed", "head"],
+)
+def test_all_that_an_agent_guesses_is_foreseen(
+    in_dir: Path, lockstep: Cli, more: tuple[str, ...], answers: list[str]
+) -> None:
+    done = lockstep("train", "ad", "tiny", *more, *FEW_CHOICES)
+    assert done.code == 0, done.text
+    first = next(
+        event for event in read_events(in_dir / "runs" / "one" / "events.jsonl") if event["kind"] == "first_loss"
+    )
+    choices = {"action": 5, "kind": 3, "x": 16, "y": 16, "reward": 2}
+    std = 0.1 if "model.head_init_std=0.1" in more else 0.06
+    strength = 0.5 if "model.dynamics_strength=0.5" in more else 1.0
+    each = [
+        (1 if name in ("action", "kind") else strength) * (math.log(choices[name]) + 32 * std**2 / 2)
+        for name in answers
+    ]
+    assert first["expected"] == pytest.approx(sum(each))
+    assert first["loss"] != pytest.approx(first["expected"], abs=1e-3)
+    assert "First loss" not in done.text
+
+
+def test_a_broken_agent_is_said(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of 5, where 1.6 is a guess."""
+    make_model = build.make_model
+
+    def with_wide_logits(plan: build.Plan, **named: Any) -> build.Built:
+        built = make_model(plan, **named)
+        with torch.no_grad():
+            built.model.get_parameter("output.weight").mul_(12)
+        return built
+
+    monkeypatch.setattr(build, "make_model", with_wide_logits)
+    done = lockstep("train", "ad", "tiny", *FEW_CHOICES)
+    assert "(ln A + d std²/2 of A actions)" in done.text
+    assert "First loss" in done.text
+
+
+def test_steps_that_look_alike_do_not_average_out() -> None:
+    """The room is that of a few guesses, however many steps there are; and less where the actions are mixed."""
+    config = load("ad", preset="tiny").config
+    shape = AGENTS["lockstep/ad-tiny"]
+    spread = 0.06 * math.sqrt(32)
+
+    class Told:
+        def __init__(self, count: float) -> None:
+            self.count = count
+
+        def guesses(self, _: Any) -> dict[str, tuple[float, float]]:
+            return {"action": (1.0, self.count)}
+
+    batch = Batch({}, {"loss_action": 10_000}, 100, 10_000)
+    for count in (1.0, 4.0, 5.0):
+        told: Any = Told(count)
+        _, room, formula = foreseen(config, shape, [batch], objective=told)
+        assert room == pytest.approx(TOLERANCE + 4 * spread / math.sqrt(count))
+        assert formula.startswith("ln A")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +145,20 @@ def test_a_second_run_reads_no_text(
     assert np.array_equal(first.train.columns["tokens"], second.train.columns["tokens"])
 
 
-def test_the_builtin_corpus_opens_at_once(in_dir: Path) -> None:
+def test_the_builtin_corpus_opens_at_once(in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time: no text is read, no tokenizer trained, nothing written."""
     config = configuration(context=8192, dataset_name="builtin", data_path=None, tokenizer_vocab_size=4096)
     made = prepared(config, vocab_limit=128_256)
     assert made.train.rows >= 40
     assert made.validation.rows >= 2
     assert made.tokenizer.vocab_size == 4096
-    start = time.process_time()
-    prepared(config, vocab_limit=128_256)
-    assert time.process_time() - start < 0.3
+    before = {path: path.stat().st_mtime_ns for path in made.folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr("lockstep.sources.builtin.corpus", lambda _: pytest.fail("the text was read"))
+    trained = {name: (lambda *_: pytest.fail("it was trained"), least) for name, (_, least) in module.TRAINED.items()}
+    monkeypatch.setattr(module, "TRAINED", trained)
+    again = prepared(config, vocab_limit=128_256)
+    assert again.folder == made.folder
+    assert {path: path.stat().st_mtime_ns for path in again.folder.rglob("*") if path.is_file()} == before
 
 
 # ----------------------------------------------------------------------------------------------------- the place

@@ -240,18 +240,20 @@ def test_the_mean_and_the_peak_are_of_all_answers(tmp_path: Path, monkeypatch: p
 
 
 class Paced(Mlm):
-    """Takes its time for every micro-batch: what else this machine does hardly counts."""
+    """Takes its time for every micro-batch, by a clock that nothing else moves."""
 
     SECONDS = 0.04
+    now = 0.0
 
     def loss(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        time.sleep(self.SECONDS)
+        Paced.now += self.SECONDS
         return super().loss(model, batch)
 
 
 def test_the_estimate_is_within_a_factor_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Item 101."""
+    """Item 101. Beside a real clock: tests/doors/test_mlm_estimate.py."""
     began = 0.0
+    monkeypatch.setattr("lockstep.engine.estimate.time", SimpleNamespace(perf_counter=lambda: Paced.now))
 
     def measured(parts: Any, planned: Any) -> None:
         nonlocal began
@@ -259,14 +261,14 @@ def test_the_estimate_is_within_a_factor_of_two(tmp_path: Path, monkeypatch: pyt
         before = parts.stepper.optimizer.applied.item(), parts.progress.step
         estimate(parts)
         assert (parts.stepper.optimizer.applied.item(), parts.progress.step) == before, "it changes nothing"
-        began = time.perf_counter()
+        began = Paced.now
 
     rehearsed = training.rehearse
     monkeypatch.setattr(training, "rehearse", measured)
     objective = Paced(MlmOptions(), documents="masked")
     settings = {**SETTINGS, "training.batch_size": 1, "training.epochs": 2}
     _, recorder = run(tmp_path, settings, family="mlm", objective=objective)
-    real = time.perf_counter() - began
+    real = Paced.now - began
     (told,) = (dict(fields) for kind, fields in recorder.events if kind == "estimate")
     assert told["steps"] == told["max_steps"] == len(recorder.records) >= 20
     assert told["step_seconds"] >= Paced.SECONDS

@@ -217,3 +217,71 @@ def test_a_rehearsal_changes_nothing() -> None:
         a, b = (stepper.launch(0, [make_batch(8, seed=0)]).read() for stepper in (rehearsed, plain))
         assert a == b
         assert first.loss == pytest.approx(a.loss)
+
+
+# ------------------------------------------------------------------------------------------------- watched measures
+
+
+class Watching(Regression):
+    """Also tells how many rows were over the mark, an integer, and the sum of another term's targets."""
+
+    terms: Mapping[str, float] = {"loss": 1.0, "more": 0.5}
+    watched: Mapping[str, str] = {"over": "loss", "more": "more"}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        x = batch.tensors["x"]
+        over = ((x[:, 0] > 0) * batch.tensors["valid"]).sum().long()
+        return {**super().loss(model, batch), "more": model(x).abs().sum(), "over": over}
+
+
+def watching(precision: str = "fp32") -> Stepper:
+    plain = make_stepper(precision=precision)
+    options = TrainingOptions(learning_rate=0.01, max_steps=50)
+    model = plain.model.double() if precision == "fp64" else plain.model
+    return Stepper(model, Watching(), options, precision=Precision(precision, CPU), seed=0, faults=faults.plan(""))
+
+
+def with_more(batch: Batch, *, each: int) -> Batch:
+    return batch._replace(weights={**batch.weights, "more": batch.rows * each})
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_watched_measures_are_means_over_the_whole_step(size: int) -> None:
+    batch = make_batch(8, seed=1, valid=[1, 0, 0, 0, 1, 1, 1, 0])
+    stepper = watching()
+    sums = stepper.objective.loss(stepper.model, batch)
+    more, over = float(sums["more"].detach()) / 24, float(sums["over"]) / 4
+    parts = [with_more(part, each=3) for part in split(batch, size)]
+    reading = stepper.launch(0, parts).read()
+    assert list(reading.measures) == ["over", "more"]
+    assert reading.measures["over"] == pytest.approx(over, abs=1e-7)
+    assert reading.measures["more"] == pytest.approx(more, rel=1e-6)
+    loss = float(sums["loss"].detach()) / 4 + 0.5 * more
+    assert reading.loss == pytest.approx(loss, rel=1e-6)
+    again = stepper.launch(1, parts).read()
+    assert again.measures["over"] == pytest.approx(over, abs=1e-7), "of this step alone"
+    assert again.measures["more"] != reading.measures["more"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+def test_watching_changes_no_bit_of_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(8, seed=1)
+    if precision == "fp64":
+        batch = batch._replace(tensors={name: tensor.double() for name, tensor in batch.tensors.items()})
+    batch, results = with_more(batch, each=1), []
+    for watched in (Watching.watched, {}):
+        monkeypatch.setattr(Watching, "watched", watched)
+        stepper = watching(precision)
+        readings = [stepper.launch(step, [batch, batch]).read() for step in range(3)]
+        results.append(([(each.loss, each.grad_norm) for each in readings], weights(stepper)))
+        assert [set(each.measures) for each in readings] == [set(watched)] * 3
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_who_watches_nothing_is_told_nothing() -> None:
+    assert make_stepper().launch(0, [make_batch(8, seed=0)]).read().measures == {}
+
+
+def test_a_rehearsal_tells_them_too() -> None:
+    assert set(watching().rehearse([with_more(make_batch(8, seed=0), each=1)]).measures) == {"over", "more"}

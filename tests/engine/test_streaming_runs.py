@@ -281,7 +281,8 @@ def test_waiting_is_a_sign_of_life(in_dir: Path, settings: dict[str, Any], monke
 # ------------------------------------------------------------------------------------------------------- several ranks
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default at the end of a stream: test_epochs.py
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_resume_to_the_same_bits(in_dir: Path, settings: dict[str, Any], world: int, ranks: Pool) -> None:
     """The stream is fetched by the first of them; and once more after all chunks were deleted."""
     one = {**settings, "training.batch_size": 12 // world, "training.max_steps": 6}

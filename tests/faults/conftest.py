@@ -13,15 +13,15 @@ from tests.launch import harness
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the dataset of the tiny preset in it."""
+def prepared(_prepared: Path) -> Path:
+    """The cache of all tests, with the dataset of the tiny preset in it."""
     import contextlib
     import io
     import os
 
     from lockstep.cli import main
 
-    folder = tmp_path_factory.mktemp("faults-datasets")
+    folder = _prepared
     before = os.environ.get("DATASET_CACHE_DIR")
     os.environ["DATASET_CACHE_DIR"] = str(folder)
     try:

@@ -208,7 +208,7 @@ def take_port(wanted: int) -> socket.socket:
         return socket.create_server(("", 0))
 
 
-@pytest.mark.parametrize("way", ["direct", "script"])
+@pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.slow), "script"])
 def test_a_port_that_is_taken(tmp_path: Path, way: str) -> None:
     """Row 31, item 99: a port that was given is refused, by its number and its holder, before anything is started."""
     with take_port(12355 if way == "script" else 29500) as taken:

@@ -59,14 +59,14 @@ class InPlace(Checkpointer):
         return self.folder / IN_PLACE
 
 
-def serve(saver: type[Checkpointer]) -> None:
-    """Child process: for each line, fork a saver into that folder; print its acknowledged saves."""
+def serve() -> None:
+    """Child process: for each line `saver folder`, fork one into that folder; print its acknowledged saves."""
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        target = Path(line.strip())
+    while line := sys.stdin.readline():
+        saver, _, folder = line.strip().partition(" ")
         pid = os.fork()
         if pid == 0:
-            checkpointer = saver(target, keep_last=2)
+            checkpointer: Checkpointer = globals()[saver](Path(folder), keep_last=2)
             for step in range(1, 10_000):
                 checkpointer.save(step, state_of(step))
                 os.write(1, f"{os.getpid()} {step}\n".encode())
@@ -75,33 +75,44 @@ def serve(saver: type[Checkpointer]) -> None:
         os.write(1, b"dead 0\n")
 
 
-def kill_while_saving(kills: int, root: Path, saver: type[Checkpointer]) -> Iterator[tuple[Path, int]]:
-    """Folders in which a saver died of SIGKILL at a random moment, and the last step each had acknowledged."""
-    chance = random.Random(kills)
-    command = [sys.executable, "-c", f"from tests.faults.test_kills import *; serve({saver.__name__})"]
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """A process with torch loaded that becomes savers by forking."""
+    command = [sys.executable, "-c", "from tests.faults.test_kills import serve; serve()"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    ) as server:
-        assert server.stdin
-        assert server.stdout
-        for kill in range(kills):
-            folder = root / f"kill-{kill}"
-            server.stdin.write(f"{folder}\n")
-            server.stdin.flush()
-            pid, acknowledged = server.stdout.readline().split()  # the first save stands: now kill at a random moment
-            time.sleep(chance.uniform(0, 0.12))
-            os.kill(int(pid), signal.SIGKILL)
-            while (words := server.stdout.readline().split())[0] != "dead":
-                acknowledged = words[1]
-            yield folder, int(acknowledged)
-        server.stdin.close()
+    ) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()
 
 
-@pytest.mark.parametrize("kills", [pytest.param(12, id="12"), pytest.param(200, id="200", marks=pytest.mark.slow)])
+def kill_while_saving(
+    server: subprocess.Popen[str], kills: int, root: Path, saver: type[Checkpointer]
+) -> Iterator[tuple[Path, int]]:
+    """Folders in which a saver died of SIGKILL at a random moment, and the last step each had acknowledged."""
+    chance = random.Random(kills)
+    assert server.stdin
+    assert server.stdout
+    for kill in range(kills):
+        folder = root / f"kill-{kill}"
+        server.stdin.write(f"{saver.__name__} {folder}\n")
+        server.stdin.flush()
+        pid, acknowledged = server.stdout.readline().split()  # the first save stands: now kill at a random moment
+        time.sleep(chance.uniform(0, 0.12))
+        os.kill(int(pid), signal.SIGKILL)
+        while (words := server.stdout.readline().split())[0] != "dead":
+            acknowledged = words[1]
+        yield folder, int(acknowledged)
+
+
+@pytest.mark.parametrize("kills", [pytest.param(8, id="8"), pytest.param(200, id="200", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
-def test_sigkill_while_saving_loses_nothing_acknowledged(kills: int, tmp_path: Path) -> None:
+def test_sigkill_while_saving_loses_nothing_acknowledged(
+    server: subprocess.Popen[str], kills: int, tmp_path: Path
+) -> None:
     unfinished = 0
-    for folder, acknowledged in kill_while_saving(kills, tmp_path, Checkpointer):
+    for folder, acknowledged in kill_while_saving(server, kills, tmp_path, Checkpointer):
         newest = Checkpointer(folder, keep_last=2).latest()
         assert newest is not None, f"{folder.name}: nothing can be loaded"
         assert check_whole(newest) >= acknowledged, f"{folder.name}: an acknowledged save is lost"
@@ -111,11 +122,11 @@ def test_sigkill_while_saving_loses_nothing_acknowledged(kills: int, tmp_path: P
     assert unfinished > 0, "no kill ever hit a save: the test tests nothing"
 
 
-def test_saving_in_place_does_lose_states(tmp_path: Path) -> None:
+def test_saving_in_place_does_lose_states(server: subprocess.Popen[str], tmp_path: Path) -> None:
     """Negative control: the harness sees what a save over the same files does."""
     lost = [
         folder
-        for folder, _ in kill_while_saving(6, tmp_path, InPlace)
+        for folder, _ in kill_while_saving(server, 6, tmp_path, InPlace)
         if Checkpointer(folder, keep_last=2).latest() is None
     ]
     assert lost
@@ -133,12 +144,14 @@ class Documented(Checkpointer):
         return legacy.write(self.folder / "step.pt", cast("Stepper", stepper), whole, epoch=0, config={})
 
 
-@pytest.mark.parametrize("kills", [pytest.param(8, id="8"), pytest.param(100, id="100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(6, id="6"), pytest.param(100, id="100", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
-def test_sigkill_never_leaves_a_documented_file_that_does_not_load(kills: int, tmp_path: Path) -> None:
+def test_sigkill_never_leaves_a_documented_file_that_does_not_load(
+    server: subprocess.Popen[str], kills: int, tmp_path: Path
+) -> None:
     """Item 67."""
     unfinished = 0
-    for folder, acknowledged in kill_while_saving(kills, tmp_path, Documented):
+    for folder, acknowledged in kill_while_saving(server, kills, tmp_path, Documented):
         content = torch.load(folder / "step.pt", weights_only=True)
         step = content["global_step"]
         assert step >= acknowledged

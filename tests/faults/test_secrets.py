@@ -118,11 +118,16 @@ BAD_NAMES = ["../../x", "/tmp/x", "a/b", "..", ".", "", "a\0b", "x" * 300, "a.tm
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=range(len(BAD_NAMES)))
-def test_a_run_name_cannot_lead_outside(name: str, in_dir: Path, lockstep: Cli) -> None:
-    before = sorted(in_dir.parent.rglob("*"))
+def test_a_run_name_cannot_lead_outside(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lockstep: Cli
+) -> None:
+    here = tmp_path / "a" / "b" / "c"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    before = sorted(tmp_path.rglob("*"))
     refused = lockstep("train", "llama", "tiny", *QUICK, f"run.name={name}")
     assert refused.code == 2, refused.text
-    assert sorted(in_dir.parent.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_link_out_of_the_output_folder_is_not_followed(in_dir: Path, lockstep: Cli) -> None:

@@ -19,13 +19,10 @@ SECTIONS = ("data", "forward", "backward", "communication", "save", "evaluate")
 TIMES = {"save": 10, "evaluate": 10}  # steps after which these come
 
 
+@pytest.mark.slow  # by default with stubs: tests/launch/test_faults.py, tests/launch_foreign/test_guardian.py
 @pytest.mark.parametrize(
     ("how", "section", "trial"),
-    trials(
-        *((how, section) for how in ("hang", "stop", "gil") for section in SECTIONS),
-        default=[("hang", "communication")],
-        times=5,
-    ),
+    trials(*((how, section) for how in ("hang", "stop", "gil") for section in SECTIONS)),
 )
 def test_a_worker_that_stands_still(tmp_path: Path, how: str, section: str, trial: int) -> None:
     """Rows 13, 14, items 54, 164: rank and section are named, everybody's stack is kept, 124 in time."""

@@ -102,7 +102,8 @@ def test_sigterm_before_the_first_step(tmp_path: Path, whole: Whole, moment: str
 TARGETS = [(name, target) for name in ("SIGUSR1", "SIGUSR2") for target in ("launcher", "rank", "group")]
 
 
-@pytest.mark.parametrize(("name", "target", "trial"), trials(*TARGETS, default=[("SIGUSR1", "rank")]))
+@pytest.mark.slow  # by default with stubs (tests/launch/test_signals.py), and in one process (engine/test_train.py)
+@pytest.mark.parametrize(("name", "target", "trial"), trials(*TARGETS))
 def test_preemption(tmp_path: Path, name: str, target: str, trial: int) -> None:
     """Row 4, item 154: whoever hears it, all save, 75, and the job is requeued exactly once."""
     number, rank = signal.Signals[name], trial % 2

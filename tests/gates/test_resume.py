@@ -6,7 +6,7 @@ A later family or mode passes by adding one line to CASES.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ LLADA = {  # rows that are cut to random lengths, dropout, prefetch: all that ma
     "objective.random_length_probability": 0.4, "model.dropout": 0.1, "data.num_workers": 2,
 }  # fmt: skip
 ANSWERS = {**LLADA, "data.data_path": FEW_ANSWERS, "data.documents": "answers"}
+AD = {  # windows drawn anew in every pass over the histories, both kinds of dropout, prefetch, two terms
+    "training.context_length": 40, "training.batch_size": 8, "data.train_source_timesteps": 60, "model.dropout": 0.1,
+    "model.attention_dropout": 0.1, "model.dynamics": True, "training.gen_episodes": 0, "data.num_workers": 2,
+}  # fmt: skip
+REGIONS = {**AD, "model.compressed": True, "model.region": 20, "training.batch_size": 4, "training.grad_accum_nums": 2}
 CASES = [
     Case("fp32", {}),
     Case("fp32-in-flight", {"debug.digest_interval": 20}),  # no look between steps: one is always on its way
@@ -79,6 +84,11 @@ CASES = [
         2,
     ),
     Case("llada-answers-fsdp-2", {**ANSWERS, "training.grad_accum_nums": 1}, 4, "llada", "", 2, "fsdp"),
+    Case("ad", {**AD, "training.batch_size": 64}, 10, "ad"),
+    Case("ad-regions", REGIONS, 6, "ad"),
+    Case("ad-regions-ddp-2", {**REGIONS, "training.grad_accum_nums": 1}, 5, "ad", world=2),
+    Case("ad-fp16-overflow", {**AD, "training.precision": "fp16"}, 5, "ad", OVERFLOWS),
+    Case("ad-fsdp-2", {**AD, "training.batch_size": 4}, 4, "ad", "", 2, "fsdp"),
     Case("replicas-2", TWO_PARTS, steps=4, world=2, mode="replicas"),
     Case(
         "fsdp-3-fp16-overflow",
@@ -89,6 +99,13 @@ CASES = [
         mode="fsdp",
     ),
 ]
+
+QUICK = {  # by default: together they go through every mode, precision, family and kind of rows
+    "fp32-in-flight", "fp32-accumulate-dropout-prefetch", "fp32-epochs", "bf16-one", "fp16-overflow",
+    "ddp-3-fp16-overflow", "fsdp-3-fp16-overflow", "hsdp-4", "replicas-2", "mlm-masked", "mlm-padded-in-flight",
+    "mlm-fsdp-2", "llada-epochs", "llada-answers", "llada-ddp-2-fp16-overflow", "ad",
+    "ad-regions-ddp-2",
+}  # fmt: skip
 
 EVERY_STEP = {
     "training.save_interval": 1,
@@ -141,10 +158,38 @@ def resumed(case: Case, folder: Path, step: int, ranks: Pool | None = None) -> l
     return run(other, settings, family=case.family, point=point)[1].trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_step_resumes_to_the_same_bits(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Pool
 ) -> None:
+    check(case, range(1, case.steps), tmp_path, monkeypatch, ranks)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in QUICK], ids=lambda case: case.name)
+def test_a_step_in_the_middle_resumes_to_the_same_bits(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Pool
+) -> None:
+    """Between two overflows, where there are any; in one process after the first step too."""
+    middle = (case.steps + 1) // 2
+    check(case, (middle,) if case.world > 1 else (1, middle), tmp_path, monkeypatch, ranks)
+
+
+def test_the_quick_cases_are_of_every_kind() -> None:
+    quick = [case for case in CASES if case.name in QUICK]
+    assert len(quick) == len(QUICK)
+    for kind in ("family", "mode", "fault"):
+        assert {getattr(case, kind) for case in quick} == {getattr(case, kind) for case in CASES}
+    changed = {(key, str(value)) for case in CASES for key, value in case.settings.items()}
+    sizes = ("training.batch_size", "training.grad_accum_nums")
+    left = changed - {(key, str(value)) for case in quick for key, value in case.settings.items()}
+    assert {key for key, _ in left} <= set(sizes)
+
+
+def check(case: Case, steps: Iterable[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Pool) -> None:
+    """Whole, and after each of these steps once more."""
+    if case.family == "ad":  # collected by whoever comes first
+        case = dataclasses.replace(case, settings={**case.settings, "data.data_path": tmp_path / "histories"})
     whole = straight(case, tmp_path / "whole", monkeypatch, ranks)
     assert len(whole) == case.steps
     if case.fault == OVERFLOWS:  # of the first rank alone, and skipped by all of them
@@ -152,7 +197,7 @@ def test_every_step_resumes_to_the_same_bits(
         assert whole[-1][6]["scale"] == whole[0][6]["scale"] / 4, "the scale shrinks"
     if "debug.digest_interval" not in case.settings:
         assert len({entry[4] for entry in whole}) >= case.steps - 2, "the digest must move with the weights"
-    for step in range(1, case.steps):
+    for step in steps:
         assert resumed(case, tmp_path / "whole", step, ranks) == whole[step:], f"resumed after step {step}"
 
 

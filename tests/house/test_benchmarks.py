@@ -50,3 +50,23 @@ def test_a_start_over_any_limit_is_exit_1(
     assert module.main() == (1 if slow else 0)
     assert capsys.readouterr().out.count("TOO SLOW") == bool(slow)
     assert all(f"{limit} " in row("start") for limit in spent.values())
+
+
+def test_a_report_over_its_limit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("report")
+    for what, limit in module.LIMITS.items():
+        assert module.within(what, limit * 0.99, limit)
+        assert not module.within(what, limit * 1.01, limit)
+        assert f"TOO SLOW: {what}: " in capsys.readouterr().out
+        assert f"{limit:g}" in row("report").rpartition(" | ")[2]
+
+
+def test_a_learner_under_its_limit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("ad")
+    limits = (module.FASTER, module.OWN_FASTER, module.TABULAR_STEPS, module.MORE_ACTIONS)
+    for limit in limits:
+        assert module.verdict("steps", limit, limit)
+        assert not module.verdict("steps", 0.99 * limit, limit)
+        assert capsys.readouterr().out.count("TOO SLOW") == 1
+        assert f" {limit:,} " in row("ad")
+    assert f"{module.APART} standard deviations" in row("ad")

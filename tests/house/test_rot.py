@@ -194,7 +194,8 @@ def test_settings_stay_few_and_explained() -> None:
     shared = set.intersection(*(set(each) for each in found))
     assert 60 <= len(shared) <= 90
     for each in found:
-        assert len(each.keys() - shared) <= 20
+        documented = 35 if "data.env" in each else 20  # the guide of agents tells of a world and of a learner too
+        assert len(each.keys() - shared) <= documented
         assert [name for name, field in each.items() if not field.description] == []
 
 
@@ -219,8 +220,9 @@ def test_the_architecture_page_shows_the_same_floors() -> None:
 
 
 LIGHT = (
-    "cli", "compat", "start", "api", "home", "guard", "doctor", "status", "arguments", "families", "errors", "registry",
-    "rundir", "contracts", *(f"launch/{path.stem}" for path in sorted((SOURCE / "launch").glob("*.py"))),
+    "cli", "trained", "compat", "start", "api", "home", "guard", "doctor", "status", "arguments", "verb_arguments",
+    "families", "errors", "registry", "rundir", "contracts",
+    *(f"launch/{path.stem}" for path in sorted((SOURCE / "launch").glob("*.py"))),
 )  # fmt: skip
 
 

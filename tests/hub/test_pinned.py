@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import arguments
+from lockstep import verb_arguments
 from lockstep.api import setting_words
 from lockstep.config.load import load
 from lockstep.data import cache
@@ -108,7 +108,7 @@ def test_auto_goes_on_with_what_it_took(
 
 
 def _asked(*words: str) -> Any:
-    parsed, settings = arguments.parse("train", "", words[1:], setting_words)
+    parsed, settings = verb_arguments.parse("train", "", words[1:], setting_words)
     config = load(parsed.family, preset=parsed.what, flags=settings).config
     return config, config.data
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from lockstep import arguments, start
+from lockstep import start, verb_arguments
 from lockstep.api import setting_words
 from lockstep.config.load import load
 from lockstep.data.options import DataOptions
@@ -92,7 +92,7 @@ def test_a_token_that_is_none_is_refused_and_not_repeated(
 )  # fmt: skip
 def test_a_token_is_not_on_the_command_line_of_a_worker(form: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["llama", "tiny", *form, "--max-steps", "3"]
-    asked, settings = arguments.parse("train", "", words, setting_words)
+    asked, settings = verb_arguments.parse("train", "", words, setting_words)
     loaded = load("llama", preset="tiny", flags=settings)
     assert loaded.config.data.hf_token is not None  # the control: it is a way to give one
     begun = start.Start.of(("lockstep", "train"), words, asked)

@@ -203,7 +203,7 @@ def test_everyone_secondary(tmp_path: Path) -> None:
     [
         ("exit@rank=1,step=4,code=7", 7, "exited with code 7"),
         ("segv@rank=1,step=4", 139, "killed by SIGSEGV (segmentation fault): signal 11"),
-        ("abort@rank=1,step=4", 134, "killed by SIGABRT (aborted): signal 6"),
+        pytest.param("abort@rank=1,step=4", 134, "killed by SIGABRT (aborted): signal 6", marks=SLOW),
         ("exit@rank=1,step=4,code=0", 1, "exited before the others were done"),
     ],
 )

@@ -162,6 +162,7 @@ def test_reader_goes_away(tmp_path: Path) -> None:
     ended.check_clean()
 
 
+@pytest.mark.slow
 def test_slow_reader_does_not_deafen_the_launcher(tmp_path: Path) -> None:
     """While a pager stands still, workers wait and signals still count."""
     environ = {**os.environ, "STUB_OPTIONS": "steps=50000,noise=200,rate=500", harness.STAMP: "slow-reader"}
@@ -195,11 +196,11 @@ def test_work_folder_goes_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_launcher_is_cheap(tmp_path: Path) -> None:
-    """At most 0.4 CPU seconds of its own for two workers (its children's are counted apart)."""
+    """It loads nothing heavy; what it costs is measured by benchmarks/start.py."""
+    heavy = ("torch", "numpy", "pydantic", "rich", "transformers")
     code = (
-        "import os, sys; from tests.launch.launcher import main; main(sys.argv[1:]); "
-        "t = os.times(); print('own', t.user + t.system); assert 'torch' not in sys.modules"
+        "import sys; from tests.launch.launcher import main; code = main(sys.argv[1:]); "
+        f"print('loaded', code, [name for name in {heavy!r} if name in sys.modules])"
     )
-    ended = harness.run([sys.executable, "-c", code, "2", str(tmp_path / "run")], cwd=ROOT, STUB_OPTIONS="steps=100")
-    own = float(ended.out.split("own ")[1].split()[0])
-    assert own <= 0.4, own
+    ended = harness.run([sys.executable, "-c", code, "2", str(tmp_path / "run")], cwd=ROOT, STUB_OPTIONS="steps=5")
+    assert "loaded 0 []" in ended.out.splitlines(), ended.out

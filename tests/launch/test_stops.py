@@ -174,7 +174,7 @@ def test_a_stop_behind_a_stalled_reader_saves(tmp_path: Path) -> None:
         assert len(stalled.rest()) < 4 << 20
 
 
-@pytest.mark.parametrize("twice", [True, False])
+@pytest.mark.parametrize("twice", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_end_by_force_needs_no_reader(tmp_path: Path, twice: bool) -> None:
     """The second Ctrl-C; and a worker that does not stop, whose ending is announced."""
     with Stalled(tmp_path / f"stalled-{twice}", "grace_seconds=0.5", options="steps=50000,deaf") as stalled:

@@ -30,7 +30,7 @@ FAULTS = {  # kind -> (exit code, words of the cause)
     "gil": (124, "hangs: no sign of life"),
 }
 STEP = 50  # a second after attaching: a trainer first loads torch, and the guardian is there long before
-QUICK = {("torchrun", "kill"), ("torchrun", "stop"), ("accelerate", "exit")}
+QUICK = {("torchrun", "stop"), ("accelerate", "exit")}  # and a kill of the real trainer: test_trainer.py
 
 
 def stub(launcher: str, folder: Path, fault: str = "", steps: int = 2000) -> tuple[Foreign, Path]:
@@ -185,6 +185,7 @@ def test_an_orphan_says_why_it_ends(tmp_path: Path) -> None:
     assert answer.stderr == "lockstep: the launcher of rank 1 is gone: nothing was begun\n"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_healthy_workers_behind_a_shell_script(tmp_path: Path) -> None:
     run, script = make_run(tmp_path), tmp_path / "w.sh"

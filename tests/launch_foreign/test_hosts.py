@@ -123,7 +123,8 @@ def cut_while_training(
     return ended
 
 
-@pytest.mark.parametrize("kind", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default with stubs: tests/launch/test_agents.py
+@pytest.mark.parametrize("kind", ["ours", "torchrun"])
 def test_a_cut_cable_ends_every_node_and_is_named(
     kind: str, three_hosts: Hosts, tmp_path: Path, shared_cache: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tests.ranks.pool import Pool
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("shared_cache")]
 
 EXACT, SINGLE = 1e-9, 1e-4
+FEW_STEPS = 15  # more than once over the rows
 CASES: dict[str, tuple[dict[str, Any], bool, float]] = {  # settings, odd batches, tolerance
     "fp64": ({"training.precision": "fp64"}, False, EXACT),
     "fp64-everything": ({"training.precision": "fp64", **EVERYTHING}, True, EXACT),
@@ -29,9 +30,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What one process makes of a case, trained once."""
 
     @functools.cache
-    def trained(name: str) -> Trained:
+    def trained(name: str, steps: int) -> Trained:
         settings, odd, _ = CASES[name]
-        return train(Group(), tmp_path_factory.mktemp("one"), settings, odd)
+        return train(Group(), tmp_path_factory.mktemp("one"), {**settings, "training.max_steps": steps}, odd)
 
     return trained
 
@@ -54,23 +55,21 @@ def relative(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "world"),
+    ("name", "world", "steps"),
     [
-        ("fp64", 2),
-        pytest.param("fp64", 3, marks=pytest.mark.slow),
-        ("fp64", 4),
-        *(("fp64-everything", world) for world in (2, 3, 4)),
-        *(pytest.param("fp32-everything", world, marks=pytest.mark.slow) for world in (2, 4)),
-        ("fp32-everything", 3),
+        ("fp64", 2, FEW_STEPS),
+        ("fp64-everything", 3, FEW_STEPS),
+        ("fp32-everything", 4, FEW_STEPS),
+        *(pytest.param(name, world, 50, marks=pytest.mark.slow) for name in CASES for world in (2, 3, 4)),
     ],
 )
-def test_ranks_equal_one_process_over_50_steps(
-    ranks: Pool, one_process: Any, tmp_path: Path, name: str, world: int
+def test_ranks_equal_one_process(
+    ranks: Pool, one_process: Any, tmp_path: Path, name: str, world: int, steps: int
 ) -> None:
     settings, odd, tolerance = CASES[name]
-    results = ranks(world, train, tmp_path, settings, odd)
-    alone = one_process(name)
-    assert len(alone.numbers) == 50
+    results = ranks(world, train, tmp_path, {**settings, "training.max_steps": steps}, odd)
+    alone = one_process(name, steps)
+    assert len(alone.numbers) == steps
     assert alone.numbers[-1][0] < alone.numbers[0][0], "it must learn, or equality says little"
     assert difference(alone, results[0], norms=tolerance == EXACT) < tolerance
     for other in results[1:]:  # among themselves: the same bits
@@ -94,11 +93,18 @@ def test_what_others_do_is_seen_to_differ(ranks: Pool, one_process: Any, tmp_pat
     """Negative control: unequal weights make each of these another training."""
     settings, odd, _ = CASES["fp64-everything"]
     wrong = ranks(2, train, tmp_path, {**settings, "training.max_steps": 3}, odd, mistake)
-    right = one_process("fp64-everything").numbers[:3]
+    right = one_process("fp64-everything", FEW_STEPS).numbers[:3]
     assert relative(np.array(right), np.array(wrong[0].numbers)) > 1e-3
 
 
-@pytest.mark.parametrize("fault", ["nan_loss@rank=1,step=3", "nan_grad@rank=2,step=3", "inf_loss@rank=0,step=3"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nan_loss@rank=1,step=3",
+        "nan_grad@rank=2,step=3",
+        pytest.param("inf_loss@rank=0,step=3", marks=pytest.mark.slow),
+    ],
+)
 def test_nan_on_one_rank_stops_all_at_the_same_step(
     ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -119,7 +125,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     assert len({(result.digest, result.step, tuple(result.losses)) for result in results}) == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stop_wish_of_one_rank_stops_all_after_the_same_step(ranks: Pool, tmp_path: Path, rank: int) -> None:
     results = ranks(3, end, tmp_path, {"training.max_steps": 30}, {rank: int(signal.SIGUSR1)})
     assert {(result.kind, result.code) for result in results} == {("Stopped", 75)}

@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 FP64 = {"training.precision": "fp64"}
 RECOMPUTED = {"system.gradient_checkpointing": True}
 MODES = [("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]
-LAST = "checkpoints/step_00000050"
+FEW_STEPS = 15  # more than once over the rows
+SLOW = pytest.mark.slow
+NAN_GRADIENT, NAN_LOSS = "nan_grad@rank=1,step=1,tensor=tok_embed.weight", "nan_loss@rank=1,step=1"
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +41,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": tmp_path_factory.mktemp("alone")}
 
 
-def expected(alone: dict[str, Any], precision: str) -> tuple[torch.Tensor, checkpoint.State]:
-    if precision not in alone:
-        folder = alone["folder"] / precision
-        trace = train(Group(), folder, {"training.precision": precision}, None, True)
+def expected(alone: dict[str, Any], precision: str, steps: int) -> tuple[torch.Tensor, checkpoint.State]:
+    name = f"{precision}-{steps}"
+    if name not in alone:
+        folder = alone["folder"] / name
+        trace = train(Group(), folder, {"training.precision": precision, "training.max_steps": steps}, None, True)
         rows = assembled(Group(), folder.with_name("rows"), {}, None, True)[0].parts.rows
         assert rows % ROWS, "some batch must straddle two epochs"
-        assert rows < 50 * ROWS, "and the table be walked over more than once"
-        alone[precision] = (as_tensor(trace), checkpoint.load(folder / LAST))
-    return alone[precision]
+        assert rows < steps * ROWS, "and the table be walked over more than once"
+        alone[name] = (as_tensor(trace), saved(folder, steps))
+    return alone[name]
+
+
+def saved(folder: Path, steps: int) -> checkpoint.State:
+    return checkpoint.load(folder / "checkpoints" / f"step_{steps:08d}")
 
 
 def as_tensor(trace: list[tuple[Any, ...]]) -> torch.Tensor:
@@ -59,31 +66,34 @@ def distance(ours: checkpoint.State, theirs: checkpoint.State) -> float:
     return max(float((ours.model[name] - theirs.model[name]).abs().max()) for name in ours.model)
 
 
-@pytest.mark.parametrize(("mode", "world"), MODES)
-def test_50_steps_in_float64_equal_one_process(
-    ranks: Pool, mode: str, world: int, alone: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("mode", "world", "steps"),
+    [("fsdp", 3, FEW_STEPS), ("hsdp", 4, FEW_STEPS), *(pytest.param(*mode, 50, marks=SLOW) for mode in MODES)],
+)
+def test_steps_in_float64_equal_one_process(
+    ranks: Pool, mode: str, world: int, steps: int, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     """With accumulation, clipping, rows of different lengths and ranks without any target; recomputed in one case."""
-    wanted, state = expected(alone, "fp64")
-    settings = {**FP64, "system.mode": mode, **(RECOMPUTED if world == 3 else {})}
+    wanted, state = expected(alone, "fp64", steps)
+    settings = {**FP64, "system.mode": mode, "training.max_steps": steps, **(RECOMPUTED if world == 3 else {})}
     traces = ranks(world, train, tmp_path, settings, None, True)
     assert all(trace == traces[0] for trace in traces), "ranks must read the same numbers, bit for bit"
-    assert len(wanted) == 50
+    assert len(wanted) == steps
     assert float(((as_tensor(traces[0]) - wanted) / wanted).abs().max()) < 1e-9
-    assert distance(checkpoint.load(tmp_path / LAST), state) < 1e-9
+    assert distance(saved(tmp_path, steps), state) < 1e-9
 
 
 @pytest.mark.parametrize(
-    ("mode", "world"),
-    [("fsdp", 2), *(pytest.param(mode, world, marks=pytest.mark.slow) for mode, world in MODES[1:])],
+    ("mode", "world", "steps"), [("fsdp", 2, FEW_STEPS), *(pytest.param(*mode, 50, marks=SLOW) for mode in MODES)]
 )
-def test_50_steps_in_fp32_are_close_to_one_process(
-    ranks: Pool, mode: str, world: int, alone: dict[str, Any], tmp_path: Path
+def test_steps_in_fp32_are_close_to_one_process(
+    ranks: Pool, mode: str, world: int, steps: int, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    wanted, state = expected(alone, "fp32")
-    trace = ranks(world, train, tmp_path, {"training.precision": "fp32", "system.mode": mode}, None, True)[0]
+    wanted, state = expected(alone, "fp32", steps)
+    settings = {"training.precision": "fp32", "system.mode": mode, "training.max_steps": steps}
+    trace = ranks(world, train, tmp_path, settings, None, True)[0]
     assert float((as_tensor(trace) - wanted).abs().max()) < 1e-4
-    assert distance(checkpoint.load(tmp_path / LAST), state) < 1e-4
+    assert distance(saved(tmp_path, steps), state) < 1e-4
 
 
 def mean_instead_of_sum(group: Group, folder: Path, settings: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -94,7 +104,7 @@ def mean_instead_of_sum(group: Group, folder: Path, settings: dict[str, Any]) ->
 
 def test_a_mean_of_gradients_is_seen(ranks: Pool, alone: dict[str, Any], tmp_path: Path) -> None:
     """Negative control of the two tests above."""
-    wanted, _ = expected(alone, "fp64")
+    wanted, _ = expected(alone, "fp64", FEW_STEPS)
     settings = {**FP64, "system.mode": "fsdp", "training.max_steps": 3, "training.warmup_steps": 1}
     trace = ranks(2, mean_instead_of_sum, tmp_path, settings)[0]
     assert float((as_tensor(trace)[:, 1] / wanted[:3, 1] - 1).abs().min()) > 0.1
@@ -135,7 +145,9 @@ def differing(group: Group, mode: str, values: dict[str, Any], wrong: bool = Fal
     return differ, sum(local(parameter).numel() == 0 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("mode", "world"), MODES)
+@pytest.mark.parametrize(
+    ("mode", "world"), [pytest.param(*mode, marks=() if mode in MODES[1::2] else SLOW) for mode in MODES]
+)
 def test_first_weights_have_the_bits_of_the_whole(ranks: Pool, mode: str, world: int) -> None:
     for tied in (False, True):
         results = ranks(world, differing, mode, {"tie_word_embeddings": tied})
@@ -216,7 +228,7 @@ def train_compiled(group: Group, folder: Path, settings: dict[str, Any]) -> list
         return train(group, folder, {**settings, "model.compile": "on"})
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("mode", "world"), [("fsdp", 2), ("hsdp", 4)])
 def test_compiled_blocks_train_in_shards(ranks: Pool, tmp_path: Path, mode: str, world: int) -> None:
@@ -238,8 +250,15 @@ def fail(group: Group, folder: Path, settings: dict[str, Any], fault: str) -> st
     return "ended well"
 
 
-@pytest.mark.parametrize(("mode", "world"), [("fsdp", 3), ("hsdp", 4)])
-@pytest.mark.parametrize("kind", ["nan_grad@rank=1,step=1,tensor=tok_embed.weight", "nan_loss@rank=1,step=1"])
+@pytest.mark.parametrize(
+    ("mode", "world", "kind"),
+    [
+        ("fsdp", 3, NAN_LOSS),
+        ("hsdp", 4, NAN_GRADIENT),
+        pytest.param("fsdp", 3, NAN_GRADIENT, marks=SLOW),
+        pytest.param("hsdp", 4, NAN_LOSS, marks=SLOW),
+    ],
+)
 def test_what_is_spoilt_on_one_rank_ends_all_at_the_same_step(
     ranks: Pool, mode: str, world: int, kind: str, tmp_path: Path
 ) -> None:

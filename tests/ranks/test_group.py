@@ -123,7 +123,7 @@ SLOW = pytest.mark.slow
     [
         ("sum", 1),
         pytest.param("async sum", 0, marks=SLOW),
-        ("barrier", 1),
+        pytest.param("barrier", 1, marks=SLOW),
         pytest.param("gather", 0, marks=SLOW),
         pytest.param("control", 1, marks=SLOW),
         ("together", 0),
@@ -216,7 +216,8 @@ def test_nobody_at_the_address_is_said_in_time(meeting: int) -> None:
     assert time.monotonic() - before < 10
 
 
-def test_a_stranger_at_the_address_does_not_hold_us_for_ever(meeting: int) -> None:
+def test_a_stranger_at_the_address_does_not_hold_us_for_ever(meeting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.runtime.group.CLOSE_SECONDS", 1.0)
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", meeting))
         stranger.listen()

@@ -101,7 +101,7 @@ def difference(one: Trained, other: Trained) -> float:
     ("data", "world", "mode", "precision", "tolerance"),
     [
         ("text", 2, "ddp", "fp64", 1e-9),
-        ("answers", 3, "ddp", "fp32", 1e-5),
+        pytest.param("answers", 3, "ddp", "fp32", 1e-5, marks=pytest.mark.slow),
         ("answers", 2, "fsdp", "fp64", 1e-9),
         pytest.param("text", 3, "fsdp", "fp32", 1e-5, marks=pytest.mark.slow),
         pytest.param("text", 3, "ddp", "fp32", 1e-5, marks=pytest.mark.slow),

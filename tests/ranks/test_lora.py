@@ -51,7 +51,7 @@ def distance(ours: Path, theirs: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-@pytest.mark.parametrize("mode", [FSDP, DDP], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("mode", [pytest.param(FSDP, marks=pytest.mark.slow), DDP], ids=["fsdp", "ddp"])
 def test_additions_on_two_ranks_are_those_of_one_process(ranks: Pool, mode: dict[str, Any], tmp_path: Path) -> None:
     settings = {**mode, **FP64}
     train(Group(), tmp_path / "one", FP64)
@@ -63,7 +63,7 @@ def test_additions_on_two_ranks_are_those_of_one_process(ranks: Pool, mode: dict
     assert all(name.endswith(lora.ADDITIONS) for name in names)
 
 
-@pytest.mark.parametrize("mode", [FSDP, DDP], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("mode", [FSDP, pytest.param(DDP, marks=pytest.mark.slow)], ids=["fsdp", "ddp"])
 def test_frozen_bf16_beside_fp32_resumes_exactly_and_exports_plain_weights(
     ranks: Pool, mode: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -96,7 +96,7 @@ def difference(one: Trained, other: Trained) -> float:
     ("mode", "precision", "tolerance"),
     [
         ("ddp", "fp64", 1e-9),
-        ("ddp", "fp32", 1e-5),
+        pytest.param("ddp", "fp32", 1e-5, marks=pytest.mark.slow),
         ("fsdp", "fp64", 1e-9),
         pytest.param("fsdp", "fp32", 1e-5, marks=pytest.mark.slow),
     ],
@@ -163,6 +163,7 @@ def test_each_epoch_has_every_row_once_and_another_order(ranks: Pool, tmp_path: 
     assert faults(first, rows=rows, epochs=3)
 
 
+@pytest.mark.slow  # by default of other families: test_llada.py, test_ddp_around.py
 def test_replicas_agree(one_process: Any, ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks(2, train, tmp_path, {"training.precision": "fp32", "system.mode": "replicas"})
     assert first == second
@@ -179,7 +180,9 @@ def compare(group: Group, folder: Path) -> tuple[str, int, bool]:
     return "", 0, False
 
 
-@pytest.mark.parametrize(("tensor", "wrong"), [("tok_embed.weight", 1), ("head.dense.bias", 2)])
+@pytest.mark.parametrize(
+    ("tensor", "wrong"), [pytest.param("tok_embed.weight", 1, marks=pytest.mark.slow), ("head.dense.bias", 2)]
+)
 def test_a_replica_with_a_flipped_bit_is_named(
     tensor: str, wrong: int, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,9 @@ def wait_for_a_slow_rank(_group: Group, exchange: str, tells: bool) -> tuple[Any
     return said, link.silence, link.section
 
 
-@pytest.mark.parametrize(("exchange", "tells"), [("gather", True), ("together", True), ("gather", False)])
+@pytest.mark.parametrize(
+    ("exchange", "tells"), [("gather", True), ("together", True), pytest.param("gather", False, marks=pytest.mark.slow)]
+)
 def test_a_slow_rank_is_waited_for_and_who_waits_says_so(ranks: Pool, exchange: str, tells: bool) -> None:
     """Beyond the timeout of collectives; and as long as it shows progress, so do those who wait, on whatever node."""
     results = ranks(2, wait_for_a_slow_rank, exchange, tells, join=False)

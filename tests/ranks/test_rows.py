@@ -62,7 +62,7 @@ def together(results: list[tuple[list[Seen], int]]) -> list[Seen]:
     return [entry for seen, _ in results for entry in seen]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_each_epoch(ranks: Pool, tmp_path: Path, world: int) -> None:
     """Items 96, 115, 140."""
     rows = watch(Group(), tmp_path / "count", 1)[1]

@@ -144,7 +144,7 @@ def kills(server: subprocess.Popen[str], count: int, root: Path, saver: str) -> 
         yield folder, acknowledged
 
 
-@pytest.mark.parametrize("count", [pytest.param(6, id="6"), pytest.param(200, id="200", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(4, id="4"), pytest.param(200, id="200", marks=pytest.mark.slow)])
 @pytest.mark.timeout(2400)
 def test_sigkill_of_any_rank_loses_nothing_acknowledged(
     server: subprocess.Popen[str], count: int, tmp_path: Path

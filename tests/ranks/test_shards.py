@@ -35,7 +35,13 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
     return set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_any_mode_and_world_loads_the_bits_of_any_other(ranks: Pool, tmp_path: Path) -> None:
+WAY = ((2, "fsdp"), (1, "ddp"), (3, "fsdp"), (2, "ddp"), (4, "hsdp"), (2, "fsdp"))
+
+
+@pytest.mark.parametrize("way", [WAY[1:2] + WAY[4:], pytest.param(WAY, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_any_mode_and_world_loads_the_bits_of_any_other(
+    ranks: Pool, tmp_path: Path, way: tuple[tuple[int, str], ...]
+) -> None:
     first = tmp_path / "fsdp-4"
     ranks(4, train, first, {**mode("fsdp"), "debug.digest_interval": 1})
     wanted = checkpoint.load(first / SECOND)
@@ -43,7 +49,7 @@ def test_any_mode_and_world_loads_the_bits_of_any_other(ranks: Pool, tmp_path: P
     assert any(float(tensor.abs().max()) > 0 for tensor in wanted.optimizer.values())
     digest = digest_model(wanted.model.items())
     before = first
-    for world, name in ((2, "fsdp"), (1, "ddp"), (3, "fsdp"), (2, "ddp"), (4, "hsdp"), (2, "fsdp")):
+    for world, name in way:
         after = tmp_path / f"{name}-{world}-after-{before.name}"
         if world == 1:
             digests = [resave(Group(), before / SECOND, after, mode(name))]

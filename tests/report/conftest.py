@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable
 
 import pytest
@@ -29,19 +28,3 @@ def record() -> Callable[..., StepRecord]:
         return StepRecord(step, **(fields | changes))
 
     return make
-
-
-@pytest.fixture
-def cpu_us() -> Callable[[Callable[[int], None]], float]:
-    """CPU time of one call in microseconds: the best of several batches, as other work only ever adds."""
-
-    def measure(call: Callable[[int], None], count: int = 400, batches: int = 8) -> float:
-        best = float("inf")
-        for _ in range(batches):
-            start = time.process_time()
-            for number in range(count):
-                call(number)
-            best = min(best, time.process_time() - start)
-        return best / count * 1e6
-
-    return measure

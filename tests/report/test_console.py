@@ -26,6 +26,7 @@ from lockstep.report.words import (
     format_eta,
     format_step,
 )
+from tests.counting import calls
 
 TAIL = re.compile(
     r"Step \[(\d+)/(\d+)\] \| Loss: (-?\d+\.\d{4}|nan|inf) \| LR: (\d\.\d{2}e[+-]\d{2}) \| "
@@ -201,11 +202,15 @@ def test_units() -> None:
     assert [format_duration(s) for s in (3.21, 61, 7505)] == ["3.2 s", "1 min 01 s", "2 h 05 min 05 s"]
 
 
-def test_a_step_line_is_cheap(record, cpu_us) -> None:
+def test_a_step_line_is_cheap(record) -> None:
+    """A few calls, however many steps were before."""
     with Path(os.devnull).open("w") as stream:
         logs.setup_logging(tag="GPU0", stream=stream)
         sink, step = ConsoleSink(10**9, clip=True), record()
-        assert cpu_us(lambda _: sink.write(step)) < 40
+        sink.write(step)
+        counted = [calls(lambda: sink.write(step)) for _ in range(300)]
+    assert set(counted[1:]) == {counted[1]}
+    assert counted[1] < 200  # half of them are by pytest, which listens too
 
 
 class Terminal:

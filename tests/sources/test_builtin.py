@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,10 @@ def corpus() -> BuiltinSource:
     return BuiltinSource()
 
 
-def test_enough_text_in_time(corpus: BuiltinSource) -> None:
-    start = time.process_time()
-    documents = list(builtin._documents(corpus.root))
-    assert documents == list(corpus.documents())
-    assert time.process_time() - start < 9  # twice; 1.7 s each on the machine it was written on
+def test_enough_text(corpus: BuiltinSource) -> None:
+    documents = list(corpus.documents())
+    again = list(islice(builtin._documents(corpus.root), 300))
+    assert again == documents[: len(again)], "the same at any time"
     assert sum(map(len, documents)) > 2_000_000
     assert len(documents) > 300
     assert max(map(len, documents)) < 2 * builtin.DOCUMENT_CHARACTERS
@@ -47,10 +46,13 @@ def test_nothing_of_other_people_or_of_tests(corpus: BuiltinSource) -> None:
     assert not [name for name in modules if {"site-packages", "test", "idlelib", "lib2to3"} & set(name.split("."))]
 
 
-def test_the_fingerprint_is_quick_and_follows_the_files(corpus: BuiltinSource, tmp_path: Path) -> None:
-    start = time.process_time()
-    first = corpus.fingerprint()
-    assert time.process_time() - start < 0.2
+def test_the_fingerprint_reads_no_file_and_follows_them(
+    corpus: BuiltinSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", lambda *_, **__: pytest.fail("a file was read"))
+        patch.setattr("io.open", lambda *_, **__: pytest.fail("a file was read"))
+        first = corpus.fingerprint()
     assert first == BuiltinSource().fingerprint()
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.py").write_text('"""A docstring about something."""\n', encoding="utf-8")

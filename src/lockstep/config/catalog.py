@@ -65,6 +65,7 @@ class Catalog:
 
     settings: dict[Path, Setting]
     sections: tuple[str, ...]
+    family: str = ""
 
     def by_name(self, name: str) -> list[Setting]:
         """Settings with this last name, in any section."""
@@ -109,7 +110,7 @@ def catalog(family: str) -> Catalog:
                 settings[(name, key)] = _setting((name, key), field)
         else:
             settings[(name,)] = _setting((name,), entry)
-    return Catalog(settings, tuple(sections))
+    return Catalog(settings, tuple(sections), family)
 
 
 def config_class(family: str) -> type[RunConfig]:

@@ -47,7 +47,9 @@ def from_document(document: reader.Document, known: Catalog, *, preset: str = ""
             raise ConfigError(f"{'.'.join(path)} and {seen[plain]} are the same setting", where=key_where)
         seen[plain] = ".".join(path)
         origin = Origin("preset", preset) if preset else Origin("file", where)
-        given.append(Given(plain, value, origin, where, key_where, ".".join(path)))
+        folder = renames.run_folder(plain, value, known.family)
+        for target, part in folder.items() if folder else [(plain, value)]:
+            given.append(Given(target, part, origin, where, key_where, ".".join(path)))
     return given
 
 
@@ -58,6 +60,8 @@ def _flat(document: reader.Document, known: Catalog) -> Iterable[tuple[tuple[str
         elif isinstance(value, Mapping):
             for name, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
                 yield (key, str(name)), inner  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, str) and renames.retired((_plain(key),), known.family):
+            yield (key,), value  # `model: AD`
         elif value is not None:
             where = document.values.get((key,), document.name)
             raise ConfigError(
@@ -74,7 +78,7 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
     path = SHORT_FLAGS.get(path[-1], path) if len(path) == 1 else path
     if text is None and path[-1].removeprefix("no_") in _switches(known):  # --no-streaming
         path, text = (*path[:-1], path[-1].removeprefix("no_")), "false" if path[-1].startswith("no_") else None
-    if len(path) == 1 and renames.moved(path) is None and path not in renames.RETIRED:
+    if len(path) == 1 and renames.moved(path) is None and renames.retired(path, known.family) is None:
         named = known.by_name(path[0]) + [joint_setting(joint) for joint in renames.JOINT if joint[-1] == path[0]]
         if len(named) == 1:
             path = named[0].path
@@ -86,7 +90,7 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
 def flag_words(family: str) -> set[str]:
     """Every word without a section that is a setting as a flag, or was one once."""
     known = {path[-1] for path in (*catalog(family).settings, *renames.JOINT, *renames.RETIRED)}
-    return known | renames.plain_words() | {*SHORT_FLAGS} | {f"no_{name}" for name in _switches(catalog(family))}
+    return known | renames.plain_words(family) | {*SHORT_FLAGS} | {f"no_{name}" for name in _switches(catalog(family))}
 
 
 def _switches(known: Catalog) -> set[str]:

@@ -72,17 +72,18 @@ def _merge(merged: dict[tuple[str, ...], Given], item: Given) -> None:
 def _translate(layer: Sequence[Given], known: Catalog, notices: list[str]) -> Iterable[Given]:
     """Every value under its present name and of its setting's type; unknown ones are refused."""
     for item in layer:
-        if (retired := renames.RETIRED.get(item.path)) is not None:
+        if (retired := renames.retired(item.path, known.family)) is not None:
             _retire(item, retired, notices)
             continue
         target = item.path
-        if target not in known.settings and (new := renames.moved(target)) is not None:
-            if item.path[-1] not in renames.QUIET and (item.origin.layer == "file" or "." in item.written):
+        if target not in known.settings and (new := renames.moved(target, known.family)) is not None:
+            told = item.origin.layer == "file" or "." in item.written
+            if told and not renames.is_quiet(item.path, known.family):
                 notices.append(f"{item.key_where}: {item.written} is read as {'.'.join(new)}")
             target = new
         setting = known.settings.get(target[:2]) or (joint_setting(target) if target in renames.JOINT else None)
         if setting is None or (len(target) > 2 and "object" not in setting.types) or len(target) > 3:
-            raise ConfigError(_unknown(item, known), where=item.key_where, hint=known.suggest(item.path))
+            raise ConfigError(_unknown(item, known), where=item.key_where, hint=_meant(item.path, known))
         if target == PRECISION and item.is_text and item.value is None and item.path[-1] in renames.SWITCHES:
             item = replace(item, value="true")  # --fp16
         value = _read(item, setting) if len(target) < 3 else item.value
@@ -131,6 +132,13 @@ def _unknown(item: Given, known: Catalog) -> str:
     )
 
 
+def _meant(path: tuple[str, ...], known: Catalog) -> str:
+    """The likely slip: in a word of the family's own files, else in the name of a setting."""
+    own = sorted(renames.plain_words(known.family)) if renames.of_family(known.family) and len(path) == 1 else []
+    near = "" if not own or known.by_name(path[0]) else registry.nearest(path[0], own)
+    return f"did you mean {near}?" if near else known.suggest(path)
+
+
 def _read(item: Given, setting: Setting) -> Any:
     if not item.is_text:
         return item.value
@@ -149,7 +157,8 @@ def _retire(item: Given, retired: renames.Retired, notices: list[str]) -> None:
         raise ConfigError(
             f"{item.written}: {show_value(value)} is refused: {retired.reason}", where=item.where, hint=retired.hint
         )
-    notices.append(f"{item.key_where}: {item.written} has no effect: {retired.reason}")
+    if not retired.quiet:
+        notices.append(f"{item.key_where}: {item.written} has no effect: {retired.reason}")
 
 
 def _join_precision(merged: dict[tuple[str, ...], Given], notices: list[str]) -> None:

@@ -62,11 +62,12 @@ def _read_chain(path: Path, parents: tuple[Path, ...], count: list[int]) -> list
     for name in names:
         if not isinstance(name, str) or not name or "\0" in name:
             raise ConfigError("include: expected a path or a list of paths", where=where)
-        target = path.parent / name
+        beside = path.parent / name
+        target = beside if beside.is_file() or not Path(name).is_file() else Path(name)
         if target.resolve() in chain:
             raise ConfigError(f"include: {name} includes itself", where=where, hint="break the circle")
         if not target.is_file():
-            raise ConfigError(f"include: no file {name}", where=where, hint="the path counts from the including file")
+            raise ConfigError(f"include: no file {name}", where=where, hint="it counts from that file, or from here")
         documents += _read_chain(target, chain, count)
     return [*documents, document]
 

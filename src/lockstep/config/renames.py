@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 Path = tuple[str, ...]
@@ -48,6 +49,40 @@ _MOVED = {
     "no_fp16": "training.precision",
     "bf16": "training.precision",
 }
+# The words of one family's own files, which may mean something else elsewhere: at the top of a file, of `--set`, and as
+# a flag where no setting has that name.
+_OF_FAMILY = {
+    "ad": {
+        "test_batch_size": "training.eval_batch_size",
+        "beta1": "training.adam_beta1",
+        "beta2": "training.adam_beta2",
+        "weight_decay": "training.weight_decay",
+        "num_warmup_steps": "training.warmup_steps",
+        "eval_interval": "training.eval_interval",
+        "gen_interval": "training.gen_interval",
+        "tf_dropout": "model.dropout",
+        "tf_attn_dropout": "model.attention_dropout",
+        "use_compressed_context": "model.compressed",
+        "compress_interval": "model.region",
+        "dynamics": "model.dynamics",
+        "dynamics_strength": "model.dynamics_strength",
+        "flash_attn": "model.use_flash_attention",
+        "label_smoothing": "objective.label_smoothing",
+        "num_workers": "data.num_workers",
+        "traj_dir": "data.data_path",
+        "batch_size": "data.source_batch_size",
+        "device": "system.device",
+        **{
+            name: f"data.{name}"
+            for name in (
+                "env", "grid_size", "horizon", "max_reward", "env_split_seed", "train_env_ratio", "alg", "policy",
+                "n_steps", "n_epochs", "alg_seed", "total_source_timesteps", "n_stream", "source_lr", "n_process",
+                "train_source_timesteps", "train_n_stream",
+            )
+        },
+    }
+}  # fmt: skip
+RUN_FOLDER = {"ad": "log_dir"}  # the word for the whole path of the run folder
 QUIET = frozenset(
     {"hf_token", "max_train_samples", "max_samples", "dataset", "experiment_name", "run_name", "tags"}
 )  # documented places: no notice
@@ -78,6 +113,7 @@ class Retired:
     inert: tuple[Any, ...]
     reason: str
     hint: str = "remove the key"
+    quiet: bool = False  # no notice: a documented file says it, and it is so
 
 
 _NO_AUGMENTATION = "text is never augmented"
@@ -94,11 +130,20 @@ RETIRED: dict[Path, Retired] = {
     ),
     ("$schema",): Retired((), ""),  # editors put it there
 }
+_GRID = "every world is a grid"
+_AS_IT_IS: dict[str, dict[Path, Retired]] = {  # what a family's own files say, and nobody can choose
+    "ad": {
+        ("model",): Retired(("AD",), "Algorithm Distillation is the model", "AD", quiet=True),
+        ("dim_states",): Retired((2,), f"{_GRID}, a cell has two coordinates", "2", quiet=True),
+        ("dim_actions",): Retired((1,), f"{_GRID}, an action is one number", "1", quiet=True),
+        ("num_actions",): Retired((5,), f"{_GRID} with five actions", "5", quiet=True),
+    }
+}
 
 
-def moved(path: Path) -> Path | None:
-    """Where a setting lives now; None if it never moved."""
-    target = _MOVED.get(".".join(path))
+def moved(path: Path, family: str = "") -> Path | None:
+    """Where a setting lives now; None if it never moved. A family's own words come first."""
+    target = _OF_FAMILY.get(family, {}).get(".".join(path)) or _MOVED.get(".".join(path))
     if target is None and len(path) == 2:
         target = _MOVED.get(path[1])
         if target is not None and not target.startswith(f"{path[0]}."):
@@ -106,14 +151,37 @@ def moved(path: Path) -> Path | None:
     return tuple(target.split(".")) if target else None
 
 
-def plain_words() -> set[str]:
+def retired(path: Path, family: str = "") -> Retired | None:
+    """Why a key has no use; None: it has one."""
+    return _AS_IT_IS.get(family, {}).get(path) or RETIRED.get(path)
+
+
+def is_quiet(path: Path, family: str) -> bool:
+    """Whether such a word stands where it is documented: nobody need be told how it is read."""
+    return path[-1] in QUIET or (len(path) == 1 and family in _OF_FAMILY)
+
+
+def plain_words(family: str = "") -> set[str]:
     """The words that are read as a setting without naming a section."""
-    return {word for word in _MOVED if "." not in word}
+    own = {*_OF_FAMILY.get(family, {}), *(path[0] for path in _AS_IT_IS.get(family, {}))}
+    return {word for word in _MOVED if "." not in word} | own
 
 
-def former_words(key: str) -> list[str]:
+def of_family(family: str) -> set[str]:
+    """The words that only this family has."""
+    return plain_words(family) - plain_words()
+
+
+def run_folder(path: Path, value: Any, family: str) -> dict[Path, str] | None:
+    """The settings that a path of the whole run folder stands for; None: it is none."""
+    if path != (RUN_FOLDER.get(family),) or not isinstance(value, str) or not PurePath(value).name:
+        return None
+    return {("run", "out"): str(PurePath(value).parent), ("run", "name"): PurePath(value).name}
+
+
+def former_words(key: str, family: str = "") -> list[str]:
     """The other words that are read as this setting."""
-    words = [word for word, target in _MOVED.items() if target == key]
+    words = [word for word, target in (_MOVED | _OF_FAMILY.get(family, {})).items() if target == key]
     if key == "training.precision":
         words += ["training.use_amp", "training.amp_dtype"]
     if key == "training.context_length":

@@ -7,11 +7,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.config.section import Section
-from lockstep.data.options import DataOptions
-from lockstep.engine.options import CheckpointOptions, EpochTrainingOptions, TrainingOptions
+from lockstep.data.options import TEXT_SETTINGS, DataOptions, HistoryOptions
+from lockstep.engine.options import AgentTrainingOptions, CheckpointOptions, EpochTrainingOptions, TrainingOptions
+from lockstep.errors import ConfigError
 from lockstep.health.options import DebugOptions
-from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
-from lockstep.objectives.options import CausalOptions, DiffusionOptions, MlmOptions, ObjectiveOptions
+from lockstep.models.options import AgentOptions, EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
+from lockstep.objectives.options import CausalOptions, DiffusionOptions, DistillOptions, MlmOptions, ObjectiveOptions
 from lockstep.report.options import ReportOptions, RunOptions
 from lockstep.runtime.options import SystemOptions
 
@@ -29,6 +30,10 @@ class RunConfig(Section, frozen=True):
     checkpoint: CheckpointOptions = CheckpointOptions()
     report: ReportOptions = ReportOptions()
     run: RunOptions = RunOptions()
+
+    def check(self) -> None:
+        """Refuse what each section allows, and the family cannot do."""
+        self.objective.check(self.data.documents)
 
 
 def _family(name: str) -> Any:
@@ -61,4 +66,30 @@ class LladaConfig(RunConfig, frozen=True):
     training: EpochTrainingOptions = EpochTrainingOptions()
 
 
-FAMILIES: dict[str, type[RunConfig]] = {"llama": LlamaConfig, "mlm": MlmConfig, "llada": LladaConfig}
+class AdConfig(RunConfig, frozen=True):
+    """Algorithm Distillation, in-context reinforcement learning."""
+
+    family: Literal["ad"] = _family("ad")
+    model: AgentOptions = AgentOptions()
+    objective: DistillOptions = DistillOptions()
+    training: AgentTrainingOptions = AgentTrainingOptions()
+    data: HistoryOptions = HistoryOptions()
+
+    def check(self) -> None:
+        """Also refuse settings of texts: they would mean nothing here."""
+        super().check()
+        for section, names in (("data", TEXT_SETTINGS), ("report", ("sample_prompt", "sample_tokens"))):
+            options: Section = getattr(self, section)
+            usual = type(options)()
+            for name in names:
+                if getattr(options, name) != getattr(usual, name):
+                    what = "is for families that learn from text"
+                    raise ConfigError(what, where=f"{section}.{name}", hint="leave it out")
+
+
+FAMILIES: dict[str, type[RunConfig]] = {
+    "llama": LlamaConfig,
+    "mlm": MlmConfig,
+    "llada": LladaConfig,
+    "ad": AdConfig,
+}

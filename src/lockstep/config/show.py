@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config import renames
@@ -63,6 +64,20 @@ def show_json(loaded: Loaded) -> str:
     return json.dumps(to_dict(loaded.config), indent=2, ensure_ascii=False)
 
 
+def as_yaml(tree: Mapping[str, Any]) -> str:
+    """Sections and settings as a YAML file that can be loaded again: every value as JSON, which YAML 1.2 reads."""
+    lines: list[str] = []
+    for name, value in tree.items():
+        lines.append(f"{name}:" if isinstance(value, Mapping) else f"{name}: {_json(value)}")
+        if isinstance(value, Mapping):
+            lines += [f"  {key}: {_json(inner)}" for key, inner in value.items()]  # pyright: ignore[reportUnknownVariableType]
+    return "\n".join(lines) + "\n"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def explain(key: str, family: str, *, known_models: tuple[str, ...] = ()) -> str:
     """What a setting means; a section or nothing explains all of it."""
     known = catalog(family)
@@ -71,12 +86,12 @@ def explain(key: str, family: str, *, known_models: tuple[str, ...] = ()) -> str
         wanted = [setting for setting in known.settings.values() if not path or setting.path[0] == path[0]]
         width = max(len(setting.key) for setting in wanted)
         return "\n".join(f"{setting.key:<{width}}  {setting.description}" for setting in wanted)
-    if (gone := renames.RETIRED.get(path)) is not None and gone.reason:
+    if (gone := renames.retired(path, family)) is not None and gone.reason:
         inert = " or ".join(show_value(value) for value in gone.inert)
         return f"{key} has no effect: {gone.reason}. Accepted with a notice when {inert}, refused otherwise."
     if path in renames.JOINT:
         path = ("training", "context_length") if path == renames.MAX_SEQ_LENGTH else ("training", "precision")
-    found = known.settings.get(path) or known.settings.get(renames.moved(path) or ())
+    found = known.settings.get(path) or known.settings.get(renames.moved(path, family) or ())
     if found is None and len(path) == 1:
         named = known.by_name(path[0])
         found = named[0] if len(named) == 1 else None
@@ -90,7 +105,7 @@ def _explain_one(setting: Setting, family: str, known_models: tuple[str, ...]) -
     lines.append(f"  accepts   {setting.expected}{f' ({setting.unit})' if setting.unit else ''}")
     lines.append(f"  default   {show_value(setting.default)}")
     lines.append(f"  role      {setting.role}: {ROLES[setting.role]}")
-    if words := renames.former_words(setting.key):
+    if words := renames.former_words(setting.key, family):
         lines.append(f"  also as   {', '.join(words)}")
     for name in presets(family):
         value = _value_of(load(family, preset=name), setting)
@@ -115,7 +130,7 @@ def schema(family: str) -> str:
     tree["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     tree["title"] = f"lockstep configuration, family {family}"
     tree["properties"]["include"] = {
-        "description": "Files to read first; paths count from this file.",
+        "description": "Files to read first; paths count from this file, or from the working directory.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return json.dumps(tree, indent=2)

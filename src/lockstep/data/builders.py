@@ -26,10 +26,10 @@ POLL_SECONDS = 0.1
 
 
 @contextlib.contextmanager
-def building(root: Path, key: str) -> Generator[Callable[[], None]]:
-    """Hold the lock of a key, saying meanwhile who else holds it. Yields what to call as the work goes on."""
+def building(root: Path, key: str, *, what: Path | None = None) -> Generator[Callable[[], None]]:
+    """Hold the lock of a key, saying meanwhile who else builds it (`what`). Yields what to call as the work goes on."""
     lock, builder = FileLock(root / f"{key}.lock"), root / f"{key}.builder"
-    waiting = _Waiting(builder, root / key)
+    waiting = _Waiting(builder, what or root / key)
     while True:
         try:
             lock.acquire(timeout=0)
@@ -95,12 +95,16 @@ def note_progress(folder: Path, progress: str) -> None:
     """Tell those who wait for a folder that is being filled how far it is. Nobody's build fails for want of a note."""
     key, _, staged = folder.name.partition(".tmp-")
     if staged:
-        builder = folder.with_name(f"{key}.builder")
-        temporary = builder.with_name(f"{builder.name}.tmp-note")
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "progress": progress}
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(note) + "\n", encoding="utf-8")
-            temporary.replace(builder)
+        note_beside(folder.with_name(f"{key}.builder"), progress)
+
+
+def note_beside(builder: Path, progress: str) -> None:
+    """The same, for the note of a key."""
+    temporary = builder.with_name(f"{builder.name}.tmp-note")
+    note = {"pid": os.getpid(), "host": socket.gethostname(), "progress": progress}
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps(note) + "\n", encoding="utf-8")
+        temporary.replace(builder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

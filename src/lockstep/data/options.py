@@ -75,3 +75,47 @@ class DataOptions(Section, frozen=True):
     hf_token: SecretStr | None = setting(
         None, "Hugging Face token (default: $HF_TOKEN). Never written.", role="cosmetic"
     )
+
+
+class HistoryOptions(DataOptions, frozen=True):
+    """Histories of source learners: the worlds they are of, who learnt in them, and which of them are distilled."""
+
+    env: Literal["darkroom", "darkroompermuted", "key_door"] = setting("darkroom", "The world that is learnt in.")
+    grid_size: int = setting(9, "Cells of a side of the grid.", ge=2, le=16)
+    horizon: int | None = setting(None, "Steps of an episode (null: the world's own).", unit="steps", ge=1, le=1 << 20)
+    max_reward: float = setting(20, "What a return is told beside, in evaluations.", role="cosmetic", gt=0, le=1e9)
+    env_split_seed: int = setting(0, "Decides which tasks are kept unseen.", ge=0, le=(1 << 63) - 1)
+    train_env_ratio: float = setting(0.9, "Share of the tasks that are learnt from.", gt=0, lt=1)
+    alg: Literal["PPO", "Q", "PSRL", "Noise"] = setting(
+        "PPO",
+        "Who learnt: PPO, tabular Q-learning, posterior sampling, or the best policy under falling noise.",
+    )
+    policy: Literal["MlpPolicy"] = setting("MlpPolicy", "The network of PPO.")
+    n_steps: int = setting(80, "Steps between two updates of PPO.", unit="steps", ge=1, le=1 << 20)
+    source_batch_size: int = setting(40, "Steps of a minibatch of PPO.", unit="steps", ge=1, le=1 << 24)
+    n_epochs: int = setting(20, "Passes of PPO over what it has just seen.", ge=1, le=1 << 16)
+    source_lr: float = setting(3e-4, "Learning rate of PPO.", gt=0, le=100)
+    source_noise: float = setting(0.05, "Share of random actions of posterior sampling.", ge=0, le=1)
+    streams_per_learner: int = setting(
+        1, "Histories that one PPO learner makes at a time; 0: all of a task.", ge=0, le=1 << 16
+    )
+    alg_seed: int = setting(42, "Seed of the source learners.", ge=0, le=(1 << 63) - 1)
+    total_source_timesteps: int = setting(
+        100_000, "Steps of all histories of a task together.", unit="steps", ge=1, le=1 << 40
+    )
+    n_stream: int = setting(100, "Histories of each task.", ge=1, le=1 << 24)
+    n_process: int = setting(8, "Threads that collect, at most as many as cores.", role="layout", ge=1, le=4096)
+    collect: bool = setting(True, "Collect histories that are not there; false: say how.", role="cosmetic")
+    train_source_timesteps: int = setting(
+        1000, "Steps from the beginning of each history that are distilled.", unit="steps", ge=1, le=1 << 40
+    )
+    train_n_stream: int = setting(100, "Histories of each task that are distilled.", ge=1, le=1 << 24)
+    episode_stride: int = setting(
+        1, "Distil every n-th episode of a history: more of it in one context.", ge=1, le=1 << 20
+    )
+
+
+TEXT_SETTINGS = (
+    "dataset_name", "text_column", "streaming", "max_train_samples", "min_words", "documents", "validation_fraction",
+    "tokenizer_name", "tokenizer_vocab_size",
+)  # fmt: skip

@@ -19,7 +19,18 @@ from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, Sink
 from lockstep.data.loader import Loader, validation_batches
 from lockstep.data.stream import StreamTable
-from lockstep.engine import adapters, checkpoint, epoch_files, epochs, feed, legacy, resume, state
+from lockstep.engine import (
+    adapters,
+    agent_files,
+    checkpoint,
+    epoch_files,
+    epochs,
+    feed,
+    histories,
+    legacy,
+    resume,
+    state,
+)
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.choices import speaking, with_mask
 from lockstep.engine.council import Council
@@ -188,6 +199,8 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
 
 def _with_words(plan: Plan, prepared: Prepared) -> Plan:
     """The plan with an objective that knows the tokenizer; ids that the model has no row for are refused here."""
+    if prepared.histories is not None:
+        return replace(plan, objective=histories.with_histories(plan.objective, prepared, plan.config, plan.shape))
     objective = speaking(plan.objective, prepared.tokenizer)
     if check_rows := getattr(objective, "check_rows", None):
         check_rows(plan.shape.vocab_size)
@@ -264,7 +277,7 @@ def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None) -> Bu
 
 def vocabulary_map(prepared: Prepared) -> dict[str, int]:
     """Token -> id, for the result files."""
-    tell = getattr(prepared.tokenizer, "vocabulary_map", None)
+    tell = getattr(prepared.words, "vocabulary_map", None)
     return tell() if tell else {}
 
 
@@ -276,11 +289,12 @@ def tokenizer_files(prepared: Prepared) -> dict[str, bytes]:
 
 def make_validation(plan: Plan, prepared: Prepared, group: Group, *, batch_rows: int) -> list[Batch]:
     """This rank's share of the validation batches."""
+    options = plan.config.training
     return validation_batches(
         prepared.validation,
         plan.objective,
-        micro_rows=plan.config.training.batch_size,
-        rows=plan.config.training.eval_batches * batch_rows,
+        micro_rows=getattr(options, "eval_batch_size", None) or options.batch_size,
+        rows=options.eval_batches * batch_rows,
         seed=plan.config.system.seed,
         share=(group.rank, group.world),
     )
@@ -340,6 +354,8 @@ def _read_state(stepper: Stepper, path: Path) -> checkpoint.State:
     if path.suffix != ".pt":
         return checkpoint.load(path, stepper.council.group)
     content, names = legacy.load(path), legacy.names_in_order(stepper)
+    if agent_files.is_one(content):
+        return agent_files.read(content, path, names=names)
     if epoch_files.is_one(content):
         model: Any = stepper.model
         return epoch_files.read(content, path, shape=model.shape, names=names)

@@ -3,40 +3,50 @@
 For a world, a learner and a seed there are, once all is done,
 
     history_<world>_<learner>_alg-seed<seed>.npy    uint8 (3, tasks, streams, steps): cells, actions, rewards
-    history_<world>_<learner>_alg-seed<seed>.hdf5   the documented file: a group per task, int32; written last
+    history_<world>_<learner>_alg-seed<seed>.hdf5   the documented file: a group per task, int32
+    history_<world>_<learner>_alg-seed<seed>.json   that both belong together; written last
     history_<world>_<learner>_alg-seed<seed>.png    the learning curves
 
 and until then a folder `.parts` with the finished chunks. `next_states` are where the steps led, also at the end of an
-episode, whose next row begins at the start again.
+episode, whose next row begins at the start again. Of several processes one collects, the others wait for it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 
 from lockstep import rundir
-from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
+from lockstep.data.builders import building, note_beside, read_json
+from lockstep.data.histories import Note, read_note, stem, write_note
+from lockstep.engine.headway import Headway
+from lockstep.engine.history_files import (
+    COLUMNS,
+    TableFile,
+    differences,
+    export_hdf5,
+    import_hdf5,
+    read_table,
+    settings_of,
+    world_settings,
+)
+from lockstep.errors import ConfigError, DataError, Stopped
 from lockstep.learners import draws, picture
 from lockstep.learners.history import Learner
 from lockstep.learners.network import one_thread
+from lockstep.runtime.signals import UNSTOPPABLE
 from lockstep.worlds.table import World
 
 log = logging.getLogger(__name__)
-
-COLUMNS = ("cells", "actions", "rewards")
-SETTINGS = "lockstep"  # the attribute of the HDF5 file that says how it was made
-INSIDE, BEGINS, ENDS = range(3)  # compress_markers: where a region of the learner begins and ends
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class Collection:
 
     @property
     def stem(self) -> str:
-        return f"history_{self.world.name}_{self.learner.label}_alg-seed{self.seed}"
+        return stem(self.world.name, self.learner.label, self.seed)
 
     def file(self, suffix: str) -> Path:
         return self.folder / f"{self.stem}.{suffix}"
@@ -67,11 +77,10 @@ class Collection:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the bytes."""
-        world = {"name": self.world.name, "size": self.world.size, "horizon": self.world.horizon}
         learner = {"name": self.learner.label, **asdict(self.learner)}
         tasks = "all" if self.tasks == tuple(range(self.world.tasks)) else list(self.tasks)
         numbers = {"streams": self.streams, "steps": self.steps, "seed": self.seed}
-        return {"format": 1, "world": world, "learner": learner, "tasks": tasks, **numbers}
+        return {"format": 1, "world": world_settings(self.world), "learner": learner, "tasks": tasks, **numbers}
 
 
 def plan(
@@ -96,73 +105,128 @@ def plan(
     return Collection(world, learner, tuple(range(world.tasks)), streams, steps, seed, folder)
 
 
+@dataclass(frozen=True)
+class How:
+    """How a collection is made: none of it decides the bytes, save the device for learners that compute with floats."""
+
+    device: torch.device
+    workers: int
+    overwrite: bool
+    again: Callable[[], str]
+    progress: Literal["auto", "on", "off"]
+
+    @property
+    def threads(self) -> int:
+        return (self.workers or torch.get_num_threads()) if self.device.type == "cpu" else 1
+
+
 def collect(
-    wanted: Collection, *, device: torch.device | str = "cpu", workers: int = 0, overwrite: bool = False
-) -> Path:  # fmt: skip
-    """Make what is not there yet; the path of the HDF5 file. `workers`: threads on a CPU, 0 for one per core."""
-    wanted.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(wanted.folder / f".{wanted.stem}.lock")
-    try:
-        with lock.acquire(timeout=0):
-            return _collect(wanted, torch.device(device), workers or torch.get_num_threads(), overwrite=overwrite)
-    except Timeout:
-        raise LockstepError(
-            "another process is collecting these histories", where=str(wanted.file("hdf5")), hint="wait for it"
-        ) from None
+    wanted: Collection,
+    *,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    overwrite: bool = False,
+    again: Callable[[], str] = lambda: "overwrite it, or choose another folder or seed",
+    progress: Literal["auto", "on", "off"] = "auto",
+) -> Path:
+    """Make what is not there yet; the path of the HDF5 file.
 
-
-def _collect(wanted: Collection, device: torch.device, workers: int, *, overwrite: bool) -> Path:
-    final, table = wanted.file("hdf5"), wanted.file("npy")
-    if final.exists() and not overwrite:
-        _refuse_others(_settings_of(final), wanted, final, "overwrite it, or choose another folder or seed")
-        if not table.exists():
-            import_hdf5(final, table)
-        log.info("%s is there already", final)
+    workers: threads on a CPU, 0 for one per core. again: what to do about histories of other settings.
+    """
+    how, final = How(torch.device(device), workers, overwrite, again, progress), wanted.file("hdf5")
+    note = None if overwrite else read_note(final)
+    if note and (note.settings or note.world == world_settings(wanted.world)):
+        _refuse_others(note.settings, wanted, final, again)
         return final
-    parts = _parts(wanted, device)
-    _make(wanted, parts, device, workers)
-    with rundir.replacing(table) as temporary:
-        _join(wanted, parts, temporary)
-    histories = np.load(table, mmap_mode="r")
+    rundir.probe(wanted.folder, key="data.data_path")
+    key = f".{wanted.stem}"
+    try:
+        with building(wanted.folder, key, what=final):
+            for leftover in wanted.folder.glob(f"{wanted.stem}.*.tmp-*"):  # of one that was killed: we hold its lock
+                leftover.unlink(missing_ok=True)
+            note = _open(wanted, how) or _collect(wanted, how, wanted.folder / f"{key}.builder")
+            write_note(final, note)
+    except OSError as error:
+        raise rundir.io_error(error, wanted.folder, doing="collecting histories") from error
+    return final
+
+
+def _open(wanted: Collection, how: How) -> Note | None:
+    """What lies there already, made by whom it may; None: nothing, or it is to be replaced."""
+    final = wanted.file("hdf5")
+    if how.overwrite or not final.exists():
+        return None
+    _refuse_others(settings_of(final), wanted, final, how.again)
+    if (note := read_note(final)) and note.world == world_settings(wanted.world):  # made while we waited
+        return note
+    return import_hdf5(final, wanted.file("npy"), wanted.world)
+
+
+def _collect(wanted: Collection, how: How, builder: Path) -> Note:
+    import h5py  # noqa: F401 - who has no such package hears it before the work, not after
+
+    final, table = wanted.file("hdf5"), wanted.file("npy")
+    parts = _parts(wanted, how)
+    total = len(wanted.tasks) * wanted.streams * wanted.steps
+    with Headway(lambda line: note_beside(builder, line), progress=how.progress, unit="steps") as headway:
+        headway.begin("Collecting", total=total)
+        _make(wanted, parts, how, headway)
+    with rundir.replacing(table) as temporary, temporary.open("xb") as file:
+        _join(wanted, parts, TableFile.begin(file, (len(wanted.tasks), wanted.streams, wanted.steps)))
+    histories = read_table(table)
     _draw(wanted, histories)
     with rundir.replacing(final) as temporary:
         export_hdf5(wanted, histories, temporary)
     shutil.rmtree(parts[0].parent)
-    log.info("%s: %d tasks x %d streams x %d steps", final, len(wanted.tasks), wanted.streams, wanted.steps)
-    return final
+    return Note(wanted.settings(), world_settings(wanted.world), wanted.tasks)
 
 
-def _parts(wanted: Collection, device: torch.device) -> list[Path]:
+def _parts(wanted: Collection, how: How) -> list[Path]:
     """The files of the chunks, in order; some may be there. What they were made with lies beside them."""
-    folder = wanted.file("parts")
+    folder, device = wanted.file("parts"), how.device
     learners = len(wanted.tasks) * wanted.streams // wanted.learner.streams_per_learner
     chunk = wanted.learner.chunk(device)
     settings = {**wanted.settings(), "chunk": chunk, "device": device.type}
     told = folder / "settings.json"
+    if told.exists() and how.overwrite and differences(read_json(told), settings):
+        shutil.rmtree(folder)
     if told.exists():
-        _refuse_others(json.loads(told.read_text(encoding="utf-8")), settings, folder, f"rm -r {folder}")
+        _refuse_others(read_json(told) or {"format": "unreadable"}, settings, folder, lambda: f"rm -r {folder}")
     else:
         folder.mkdir(exist_ok=True)
         rundir.write_json(told, settings)
     return [folder / f"{number:05d}.npy" for number in range(-(-learners // chunk))]
 
 
-def _make(wanted: Collection, parts: list[Path], device: torch.device, workers: int) -> None:
+def _make(wanted: Collection, parts: list[Path], how: How, headway: Headway) -> None:
+    """Run the chunks that are missing. Who is asked to stop keeps the finished ones and waits for no other."""
     missing = [number for number, path in enumerate(parts) if not path.exists()]
     if 0 < len(missing) < len(parts):
         log.info("%s: %d of %d chunks are there", wanted.stem, len(parts) - len(missing), len(parts))
-    world = wanted.world.to(device)
-    if device.type != "cpu":
-        workers = 1
-    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    world = wanted.world.to(how.device)
+    each = wanted.learner.chunk(how.device) * wanted.learner.streams_per_learner * wanted.steps
+    headway.done = each * (len(parts) - len(missing))
+    with one_thread():
+        pool = ThreadPoolExecutor(how.threads, initializer=_begin_thread)
         futures = [pool.submit(_chunk, wanted, world, number, parts[number]) for number in missing]
         try:
-            for done, future in enumerate(as_completed(futures), 1):
+            for future in as_completed(futures):
                 future.result()
-                log.debug("%s: %d of %d chunks", wanted.stem, len(parts) - len(missing) + done, len(parts))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # those that run are finished, and kept
+                headway.done += each
+                headway.tokens += each
+        except BaseException as error:
+            stopped = isinstance(error, Stopped | KeyboardInterrupt)
+            pool.shutdown(wait=not stopped, cancel_futures=True)
+            if isinstance(error, Stopped):
+                kept = sum(path.exists() for path in parts)
+                error.hint = f"the same command goes on: {kept} of {len(parts)} chunks are kept in {parts[0].parent}"
             raise
+        pool.shutdown()
+
+
+def _begin_thread() -> None:
+    threading.current_thread().name = UNSTOPPABLE  # who leaves does not wait for a chunk
+    torch.set_num_threads(1)
 
 
 def _chunk(wanted: Collection, world: World, number: int, path: Path) -> None:
@@ -182,108 +246,39 @@ def _chunk(wanted: Collection, world: World, number: int, path: Path) -> None:
         np.save(file, part)
 
 
-def _join(wanted: Collection, parts: list[Path], path: Path) -> None:
+def _join(wanted: Collection, parts: list[Path], table: TableFile) -> None:
     """All chunks as one table."""
-    shape = (len(COLUMNS), len(wanted.tasks), wanted.streams, wanted.steps)
-    table = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-    flat, start = table.reshape(len(COLUMNS), -1, wanted.steps), 0
+    start, whole = 0, len(wanted.tasks) * wanted.streams
     for part in parts:
-        rows = np.load(part, mmap_mode="r")
-        flat[:, start : start + rows.shape[1]] = rows
+        try:
+            rows = np.load(part, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"a damaged chunk: {error}", where=str(part), hint=f"rm {part}, and again") from error
+        table.put(start, rows)
         start += rows.shape[1]
-    if start != flat.shape[1]:
-        raise DataError(f"{start} of {flat.shape[1]} streams", where=str(parts[0].parent), hint="delete it")
-    table.flush()
+    if start != whole:
+        raise DataError(f"{start} of {whole} streams", where=str(parts[0].parent), hint=f"rm -r {parts[0].parent}")
 
 
-def export_hdf5(wanted: Collection, histories: np.ndarray[Any, Any], path: Path) -> None:
-    """The documented file, from a table of histories."""
-    import h5py
-
-    time = np.arange(wanted.steps)
-    region = wanted.learner.region
-    marks = np.where(time % region == region - 1, ENDS, INSIDE)
-    marks[time % region == 0] = BEGINS
-    ends = (time + 1) % wanted.world.horizon == 0
-    with h5py.File(path, "w") as file:
-        file.attrs[SETTINGS] = json.dumps(wanted.settings(), sort_keys=True)
-        for place, task in enumerate(wanted.tasks):
-            cells, actions, rewards = (column.T.astype(np.int32) for column in histories[:, place])
-            after = wanted.world.moves_CA.numpy()[cells, wanted.world.meaning_KA.numpy()[task][actions]]
-            columns = {
-                "states": _coordinates(cells, wanted.world.size),
-                "actions": actions,
-                "rewards": rewards,
-                "next_states": _coordinates(after, wanted.world.size),
-                "dones": np.broadcast_to(ends[:, None], cells.shape),
-                "compress_markers": np.broadcast_to(marks[:, None].astype(np.int32), cells.shape),
-            }
-            group = file.create_group(str(task))
-            for name, column in columns.items():
-                group.create_dataset(name, data=column, track_times=False)
-
-
-def _coordinates(cells: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    return np.stack((cells // size, cells % size), -1).astype(np.int32)
-
-
-def import_hdf5(path: Path, table: Path, *, size: int = 9) -> None:
-    """The table of histories of any file of the documented form; tasks in the order of their numbers."""
-    import h5py
-
-    told = _settings_of(path)
-    size = told["world"]["size"] if told else size
-    with h5py.File(path) as file, rundir.replacing(table) as temporary:
-        tasks = sorted(int(name) for name in map(str, file) if name.isdigit())
-        groups: list[Any] = [file[str(task)] for task in tasks]
-        if not groups:
-            raise DataError("no histories in it: groups 0, 1, ... are missing", where=str(path), hint="collect again")
-        steps, streams = groups[0]["actions"].shape
-        shape = (len(COLUMNS), len(groups), streams, steps)
-        out = np.lib.format.open_memmap(temporary, "w+", np.uint8, shape)
-        for place, group in enumerate(groups):
-            states = group["states"][()]
-            out[0, place] = (states[..., 0] * size + states[..., 1]).T
-            out[1, place], out[2, place] = group["actions"][()].T, group["rewards"][()].T
-        out.flush()
-
-
-def _settings_of(path: Path) -> dict[str, Any]:
-    """How an HDF5 file was made; empty for one of another program."""
-    import h5py
-
-    try:
-        with h5py.File(path) as file:
-            told: Any = file.attrs.get(SETTINGS, "{}")
-            return json.loads(told)
-    except FileNotFoundError:
-        raise NotFoundError("there is no such file", where=str(path), hint="lockstep collect ad") from None
-    except OSError as error:
-        raise DataError(f"not a readable HDF5 file: {error}", where=str(path), hint="collect it again") from error
-
-
-def _refuse_others(there: dict[str, Any], wanted: Collection | dict[str, Any], where: Path, hint: str) -> None:
-    """What lies there was made with other settings: say which, before any work is done."""
+def _refuse_others(
+    there: dict[str, Any], wanted: Collection | dict[str, Any], where: Path, hint: Callable[[], str]
+) -> None:
+    """What lies there was made with other settings: say which, before any work is done. Of other programs: nothing."""
     asked = wanted.settings() if isinstance(wanted, Collection) else wanted
-    asked = json.loads(json.dumps(asked))
-    if there != asked:
-        other = [
-            f"{name} is {there.get(name)!r}, not {asked[name]!r}" for name in asked if there.get(name) != asked[name]
-        ]
-        raise ConfigError(f"made with other settings: {'; '.join(other)[:300]}", where=str(where), hint=hint)
+    if there and (other := differences(there, asked)):
+        raise ConfigError(f"made with other settings: {'; '.join(other)[:300]}", where=str(where), hint=hint())
 
 
-def returns(wanted: Collection, histories: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+def returns(histories: np.ndarray[Any, Any], horizon: int) -> Iterator[np.ndarray[Any, Any]]:
     """For each task (streams, episodes): what each whole episode paid."""
-    horizon = wanted.world.horizon
-    whole = wanted.steps // horizon
+    whole = histories.shape[-1] // horizon
     for rewards in histories[COLUMNS.index("rewards")]:
         yield rewards[:, : whole * horizon].reshape(-1, whole, horizon).sum(-1, dtype=np.int64)
 
 
 def _draw(wanted: Collection, histories: np.ndarray[Any, Any]) -> None:
     """The learning curves, where there is an episode to show and a package to draw it."""
-    curves = [(task.mean(0), task[0]) for task in returns(wanted, histories)]
+    curves = [(task.mean(0), task[0]) for task in returns(histories, wanted.world.horizon)]
     best = wanted.world.optimum(torch.tensor(wanted.tasks)).double().mean().item()
     if len(curves[0][0]) and (drawn := picture.curves(
         np.stack([mean for mean, _ in curves]), single=curves[0][1], optimum=best, title=wanted.stem

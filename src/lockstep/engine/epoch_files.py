@@ -10,14 +10,14 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
 from lockstep import rundir
 from lockstep.engine import legacy
 from lockstep.engine.checkpoint import State
-from lockstep.engine.legacy import EXTRA_KEY, Marked, names_in_order
+from lockstep.engine.legacy import EXTRA_KEY
 from lockstep.engine.moments import MOMENTS
 from lockstep.engine.parts import Parts
 from lockstep.engine.progress import Progress
@@ -25,7 +25,6 @@ from lockstep.engine.state import capture
 from lockstep.errors import DataError
 from lockstep.models import hf_names, lora
 from lockstep.models.shapes import AnyShape
-from lockstep.runtime.parallel import whole
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +41,12 @@ def write(parts: Parts) -> Path | None:
     if not group.together(lambda: wanted(parts, told["val_losses"]) and not is_there(path, told)):
         return None
     state = capture(parts.stepper, parts.progress, parts.about)
-    weights, optimizer = _gathered(parts, state, keep=group.rank == 0)
+    model: Any = parts.stepper.model
+    plain = lora.merged(model)  # as a plain model has them
+    weights, optimizer = legacy.gathered(parts.stepper, state, plain, keep=group.rank == 0)
     content = {
         **told,
-        "model_state_dict": weights,
+        "model_state_dict": {_their_name(model.shape, name): tensor for name, tensor in weights.items()},
         "optimizer_state_dict": optimizer,
         "scheduler_state_dict": {
             "last_epoch": state.run["applied_steps"],
@@ -95,43 +96,18 @@ def stats_of(path: Path) -> Path:
     return path.with_name(f"stats_{path.stem.removeprefix('checkpoint_')}.json")
 
 
-def _gathered(parts: Parts, state: State, *, keep: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights under LLaDA's names and the optimizer's state, put together from all ranks tensor by tensor."""
-    stepper = parts.stepper
-    model: Any = stepper.model
-
-    def kept(tensor: torch.Tensor) -> torch.Tensor | None:
-        parts.link.enter("save")
-        return tensor.cpu().contiguous() if keep else None
-
-    with torch.no_grad():
-        weights = {name: kept(weight) for name, weight in lora.merged(model)}  # as a plain model has them
-        moments = {name: kept(whole(moment)) for name, moment in state.optimizer.items()}
-    if not keep:
-        return {}, {}
-    optimizer = stepper.optimizer.state_dict()
-    for place, name in enumerate(names_in_order(stepper)):
-        slot = optimizer["state"][place]
-        slot |= {kind: moments[f"{kind}.{name}"] for kind in slot if f"{kind}.{name}" in moments}
-        slot["step"] = slot["step"].cpu()
-    return {_their_name(model.shape, name): tensor for name, tensor in weights.items()}, optimizer
-
-
 def _their_name(shape: AnyShape, name: str) -> str:
     (one,) = hf_names.their_names(shape, name)
     return one
 
 
 def _write(path: Path, content: Mapping[str, Any], told: Mapping[str, Any], parts: Parts) -> None:
-    link = parts.council.group.told(parts.link)
+    doing = "writing the results"
+    legacy.publish(path, content, link=parts.council.group.told(parts.link), doing=doing)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with rundir.replacing(path) as temporary, temporary.open("xb") as file:
-            torch.save(dict(content), cast("IO[bytes]", Marked(file, link)))
         rundir.write_json(stats_of(path), dict(told))
-    except (OSError, RuntimeError) as error:
-        os_error = error if isinstance(error, OSError) else OSError(str(error))
-        raise rundir.io_error(os_error, path, doing="writing the results") from error
+    except OSError as error:
+        raise rundir.io_error(error, path, doing=doing) from error
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -162,7 +138,7 @@ def read(content: Mapping[str, Any], path: Path, *, shape: AnyShape, names: list
             run, order = dict(content[EXTRA_KEY]), names
         else:
             run, order = _documented_run(content), _file_order(stored, theirs)
-        moments = _moments(slots, order, model)
+        moments = moments_of(slots, order, model)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
     return State(model, moments, run)
@@ -174,7 +150,7 @@ def _file_order(stored: Mapping[str, torch.Tensor], theirs: Mapping[str, str]) -
     return [ours[their] for their in stored]
 
 
-def _moments(
+def moments_of(
     slots: Mapping[int, Mapping[str, torch.Tensor]], order: list[str], model: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """By the names of the parameters; all zero, with a warning, where they cannot be told apart."""

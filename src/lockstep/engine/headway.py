@@ -34,13 +34,15 @@ def counted(documents: int) -> str:
 class Headway:
     """Counts what the work itself tells it; a thread of its own shows it, also while a single call takes long."""
 
-    def __init__(self, note: Callable[[str], None], *, progress: Literal["auto", "on", "off"] = "auto") -> None:
-        self.tokens = 0
+    def __init__(
+        self, note: Callable[[str], None], *, progress: Literal["auto", "on", "off"] = "auto", unit: str = "tokens"
+    ) -> None:
+        self.tokens = 0  # or what else `unit` says
         self.documents = 0
         self.characters = 0  # of the documents that were read
-        self.total = 0  # characters to be tokenised; 0: not known yet
+        self.total = 0  # characters to be tokenised, or other work; 0: not known yet
         self.done = 0
-        self._note, self._progress = note, progress
+        self._note, self._progress, self._unit = note, progress, unit
         self._doing = "Reading"
         self._began = time.monotonic()
         self._bar: Bar | None = None
@@ -79,8 +81,8 @@ class Headway:
             return self._doing + (read if self._doing == "Reading" and self.documents else "")
         share = self.share
         eta = format_eta(seconds / share - seconds) if share > 0 else "?"
-        made = [] if short else [f"{self.tokens:,} tokens"]
-        speed = f"{self.tokens / seconds:,.0f} tokens/s"
+        made = [] if short else [f"{self.tokens:,} {self._unit}"]
+        speed = f"{self.tokens / seconds:,.0f} {self._unit}/s"
         return " | ".join([f"{self._doing}: {100 * share:.0f} %", *made, speed, f"ETA: {eta}"])
 
     def _show(self) -> None:

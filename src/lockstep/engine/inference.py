@@ -27,6 +27,7 @@ from lockstep.engine.resume import point_of_run, read_about
 from lockstep.engine.shards import Stored
 from lockstep.errors import ConfigError
 from lockstep.models import hf, shapes
+from lockstep.models.agent import Agent
 from lockstep.models.build import Model
 from lockstep.models.build import build as build_model
 from lockstep.objectives.diffusion import Diffusion
@@ -38,6 +39,17 @@ MASK = SPECIALS["mask_token"]
 SHOWN_WORDS = 5  # for each blank
 GREEDY = SampleOptions(temperature=0)
 FLAGS = {"forbid_eos": "no_eos"}  # that are not called as their fields are
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model as its checkpoint has it."""
+
+    model: Model
+    config: RunConfig
+    shape: shapes.AnyShape
+    checkpoint: Path
+    about: Mapping[str, Any]  # what the checkpoint belongs to
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,24 @@ class Trained:
 
 
 def load_run(path: Path, *, device: str = "auto", documents_apart: bool = False) -> Trained:
-    """The model of a run (its newest good checkpoint) or of one checkpoint folder."""
+    """The model of a run (its newest good checkpoint) or of one checkpoint folder, with its words."""
+    loaded = load_model(path, device=device, documents_apart=documents_apart)
+    if isinstance(loaded.model, Agent):
+        what = "this is a run of an agent (family ad), which has no words"
+        raise ConfigError(what, where=str(path), hint=f"lockstep eval {path}, or lockstep sample {path}")
+    return with_words(loaded)
+
+
+def with_words(loaded: LoadedModel) -> Trained:
+    """A model of texts, with its tokenizer and its objective."""
+    tokenizer = load_tokenizer(loaded.checkpoint)
+    objective = speaking(make_objective(loaded.config), tokenizer)
+    length = loaded.config.training.context_length
+    return Trained(loaded.model, tokenizer, objective, loaded.shape, loaded.checkpoint, length)
+
+
+def load_model(path: Path, *, device: str = "auto", documents_apart: bool = False) -> LoadedModel:
+    """The same without the words, which not every model has."""
     checkpoint = path if (path / rundir.MANIFEST).is_file() else point_of_run(path).checkpoint
     verify(checkpoint)
     about = read_about(checkpoint)
@@ -63,14 +92,12 @@ def load_run(path: Path, *, device: str = "auto", documents_apart: bool = False)
     if adapters.has_additions(config):
         model = adapters.load_merged(config, shape, checkpoint, place, documents_apart=documents_apart)
     else:
-        model = _bare_model(config, shape, place, documents_apart=documents_apart)
-        _fill(model, Stored(checkpoint, MODEL))
-    tokenizer = load_tokenizer(checkpoint)
-    objective = speaking(make_objective(config), tokenizer)
-    return Trained(model.eval(), tokenizer, objective, shape, checkpoint, config.training.context_length)
+        model = bare_model(config, shape, place, documents_apart=documents_apart)
+        fill(model, Stored(checkpoint, MODEL))
+    return LoadedModel(model.eval(), config, shape, checkpoint, about)
 
 
-def _bare_model(
+def bare_model(
     config: RunConfig, shape: shapes.AnyShape, place: torch.device, *, documents_apart: bool, seed: int = 0
 ) -> Model:
     """The model of a run with random first weights, for use and not for training."""
@@ -94,11 +121,12 @@ def untrained(trained: Trained, seed: int) -> nn.Module:
     """The same model as if it had never learnt: what pretraining is compared with."""
     config = from_dict(read_about(trained.checkpoint)["config"])
     place = next(trained.model.parameters()).device
-    return _bare_model(config, trained.shape, place, documents_apart=True, seed=seed)
+    return bare_model(config, trained.shape, place, documents_apart=True, seed=seed)
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """The weights into a model of their names."""
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
 
@@ -214,7 +242,14 @@ def refuse_others(given: Mapping[str, Any], path: Path) -> None:
 
 def export_run(path: Path, folder: Path, dtype: str = "fp32") -> Path:
     """`lockstep export RUN --to hf`: a folder that transformers loads. Additions become part of the weights."""
-    trained = load_run(path, device="cpu")
+    loaded = load_model(path, device="cpu")
+    if isinstance(loaded.model, Agent):
+        raise ConfigError(
+            "transformers has no such model: an agent (family ad) is used as it is",
+            where=str(path),
+            hint=f"lockstep.load({str(path)!r}) in Python; the weights are {loaded.checkpoint}/model.safetensors",
+        )
+    trained = with_words(loaded)
     tokenizer = trained.tokenizer
     specials = tokenizer.vocabulary().specials
     mask = getattr(trained.objective, "mask", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -95,12 +95,43 @@ def _write(
     }
     if state.run["loss_scale"]:
         content["scaler_state_dict"] = state.run["loss_scale"]
+    publish(path, content, link=link)
+
+
+def publish(path: Path, content: Mapping[str, Any], *, link: Marks, doing: str = "saving a checkpoint") -> None:
+    """Such a content as a file: all of it or nothing under its final name."""
     try:
         with rundir.replacing(path) as temporary, temporary.open("xb") as file:
-            torch.save(content, cast("IO[bytes]", Marked(file, link)))
+            torch.save(dict(content), cast("IO[bytes]", Marked(file, link)))
     except (OSError, RuntimeError) as error:
         os_error = error if isinstance(error, OSError) else OSError(str(error))
-        raise rundir.io_error(os_error, path, doing="saving a checkpoint") from error
+        raise rundir.io_error(os_error, path, doing=doing) from error
+
+
+def gathered(
+    stepper: Stepper, state: State, weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights and the optimizer's state on the CPU, tensor by tensor: all ranks take part, one keeps them."""
+
+    def kept(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in named:
+            stepper.link.enter("save")
+            if keep:
+                found[name] = tensor.cpu().contiguous()
+        return found
+
+    with torch.no_grad():
+        model = kept(weights)
+        moments = kept((name, whole(moment)) for name, moment in state.optimizer.items())
+    if not keep:
+        return {}, {}
+    optimizer = stepper.optimizer.state_dict()
+    for place, name in enumerate(names_in_order(stepper)):
+        slot = optimizer["state"][place]
+        slot |= {kind: moments[f"{kind}.{name}"] for kind in slot if f"{kind}.{name}" in moments}
+        slot["step"] = slot["step"].cpu()
+    return model, optimizer
 
 
 def load(path: Path) -> Any:

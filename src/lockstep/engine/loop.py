@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.contracts import StepRecord
-from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, write_results
+from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, walk, walks_after, write_results
 from lockstep.engine.parts import Parts
 from lockstep.engine.state import digest
 from lockstep.engine.step import Pending, Reading
@@ -95,6 +95,7 @@ def must_look(parts: Parts, step: int) -> bool:
         or parts.ends_epoch(done)
         or due(done, config.training.save_interval)
         or due(done, config.training.eval_interval)
+        or walks_after(parts, done)
         or due(done, config.debug.digest_interval)
         or 0 < config.training.patience <= parts.progress.stale_steps + 2
     )
@@ -108,6 +109,8 @@ def attend(parts: Parts, step: int) -> bool:
     milestone = over or parts.ends_epoch(done)
     if milestone or (due(done, options.eval_interval) and not parts.stopping):
         validate(parts)
+    if over or (walks_after(parts, done) and not parts.stopping):
+        walk(parts)
     if milestone:
         end_epoch(parts)
     if milestone or parts.must_stop() or due(done, options.save_interval):
@@ -151,6 +154,7 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
         digest=digest(parts.stepper.model) if digest_due else "",
         eta_seconds=parts.steps_left(progress.step) * parts.pace.recent,
         mfu=flops / parts.peak_flops if parts.peak_flops else None,
+        measures=reading.measures,
     )
     for sink in parts.sinks:
         sink.write(parts.last)

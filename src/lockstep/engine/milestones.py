@@ -6,7 +6,8 @@ import logging
 import time
 from pathlib import Path
 
-from lockstep.engine import legacy, results
+from lockstep.engine import agent_files, legacy, results, unseen
+from lockstep.engine.checkpoint import State
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
 from lockstep.engine.state import capture
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 def validate(parts: Parts) -> None:
     """Measure the validation batches and tell everyone; a warning if the figures are too good to be true."""
     parts.link.enter("evaluate")
+    parts.tell("evaluating", step=parts.progress.step)
     parts.measures = evaluate(parts.stepper, parts.validation)
     parts.val_loss = parts.measures["loss"]
     step = parts.progress.step
@@ -26,6 +28,19 @@ def validate(parts: Parts) -> None:
         parts.tell("suspicion", step=step, text=text)
         if parts.council.group.rank == 0 and parts.saves:
             logger.warning("%s", text)
+
+
+def walk(parts: Parts) -> None:
+    """Let an agent loose in tasks it has not seen, and tell everyone how it did. Other models do not walk."""
+    parts.link.enter("evaluate")
+    parts.outcome = unseen.in_training(parts)
+    if parts.outcome:
+        parts.tell("walk", step=parts.progress.step, **parts.outcome.fields())
+
+
+def walks_after(parts: Parts, done: int) -> bool:
+    """Whether that is to happen after `done` steps."""
+    return due(done, getattr(parts.config.training, "gen_interval", 0))
 
 
 def reopen(parts: Parts) -> None:
@@ -46,6 +61,7 @@ def reopen(parts: Parts) -> None:
 def close_the_end(parts: Parts) -> None:
     """Of a run that is over: close the epoch that its last step has ended, if an error came between."""
     validate(parts)
+    walk(parts)
     progress = parts.progress
     if parts.epochs is None:
         return
@@ -89,12 +105,29 @@ def save(parts: Parts, name: str) -> None:
     path = parts.checkpointer.save(parts.progress.step, state)
     parts.tell("save", step=parts.progress.step, path=str(path))
     if parts.config.training.checkpoint_dir:
+        _export(parts, state, name)
+
+
+def _export(parts: Parts, state: State, name: str) -> None:
+    """The documented .pt file of the family."""
+    config, group = parts.about["config"], parts.council.group
+    folder = Path(str(parts.config.training.checkpoint_dir))
+    if parts.config.family == "ad":
+        path = agent_files.write(folder, parts.stepper, state, config=config, group=group)
+    else:
         epoch = parts.progress.step * parts.batch_rows // parts.rows
-        documented = Path(parts.config.training.checkpoint_dir) / f"{name}.pt"
-        config = parts.about["config"]
-        group = parts.council.group
-        legacy.write(documented, parts.stepper, state, epoch=epoch, config=config, group=group)
-        parts.tell("export", step=parts.progress.step, path=str(documented))
+        path = legacy.write(folder / f"{name}.pt", parts.stepper, state, epoch=epoch, config=config, group=group)
+    parts.tell("export", step=parts.progress.step, path=str(path))
+
+
+def make_good(parts: Parts) -> None:
+    """Of a run that is over: the documented file of its last step, should a kill have come before it."""
+    folder = parts.config.training.checkpoint_dir
+    if not parts.saves or not folder or parts.config.family != "ad":
+        return
+    path = agent_files.file_of(Path(folder), parts.progress.step)
+    if not parts.council.group.together(path.is_file):
+        _export(parts, capture(parts.stepper, parts.progress, parts.about), "")
 
 
 def write_results(parts: Parts) -> None:

@@ -63,6 +63,31 @@ class EpochTrainingOptions(TrainingOptions, frozen=True):
     warmup_ratio: float = setting(0.0, "Warm-up as a share of all steps; 0: warmup_steps decides.", ge=0, le=1)
 
 
+class AgentTrainingOptions(TrainingOptions, frozen=True):
+    """The same for agents, which are also let loose in worlds they have not seen."""
+
+    eval_batch_size: int | None = setting(
+        None,
+        "Rows of one micro-batch of a validation (null: batch_size).",
+        unit="rows",
+        role="layout",
+        ge=1,
+        le=1 << 20,
+    )
+    gen_interval: int = setting(
+        0,
+        "Steps between walks in the unseen tasks; 0: only at the end.",
+        unit="steps",
+        role="cosmetic",
+        ge=0,
+        le=1 << 40,
+    )
+    gen_episodes: int = setting(
+        40, "Episodes of such a walk, in 64 tasks at most; 0: no walks.", role="cosmetic", ge=0, le=1 << 20
+    )
+    gen_repeats: int = setting(4, "Walks in each task.", role="cosmetic", ge=1, le=1 << 16)
+
+
 class CheckpointOptions(Section, frozen=True):
     """Saving and going on."""
 

@@ -19,6 +19,7 @@ from lockstep.engine.council import Council
 from lockstep.engine.epochs import Epochs
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
+from lockstep.engine.unseen import Outcome
 from lockstep.errors import LockstepError, Stopped
 from lockstep.runtime import faults
 from lockstep.runtime.marks import Marks, NoMarks
@@ -75,6 +76,7 @@ class Parts:
     last: StepRecord | None = None
     val_loss: float | None = None
     measures: Mapping[str, float] = field(default_factory=dict[str, float])  # of the last validation
+    outcome: Outcome | None = None  # of the last walks, if this is an agent
     epochs: Epochs | None = None  # None: training.max_steps decides
     epoch_began: float = 0.0  # by the clock that only runs forward, in this process
     vocabulary: Mapping[str, int] = field(default_factory=dict[str, int])  # token -> id, for who gets the results

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from lockstep import registry
 from lockstep.data.cache import Table, key_of, open_or_build
+from lockstep.data.histories import is_ready
+from lockstep.data.options import HistoryOptions
 from lockstep.data.stream import StreamTable
 from lockstep.data.tokenize import TokenizerFile, load_tokenizer
 from lockstep.engine import windows
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from lockstep.contracts import Objective
     from lockstep.data.options import DataOptions
     from lockstep.runtime.group import Group
+    from lockstep.worlds.observed import Histories
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +51,26 @@ class Prepared:
 
     train: Table | StreamTable
     validation: Table
-    tokenizer: TokenizerFile
+    words: TokenizerFile | None  # of text
     key: str
     folder: Path
     source: str
     notices: tuple[str, ...]  # what was chosen for the user; already logged
+    histories: Histories | None = None  # of agents
+
+    @property
+    def tokenizer(self) -> TokenizerFile:
+        """Of text: whoever asks has some."""
+        assert self.words is not None, "agents have no tokenizer"
+        return self.words
 
 
 def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Prepared:
     """Open the dataset a configuration asks for, building it first if need be."""
+    if isinstance(config.data, HistoryOptions):
+        from lockstep.engine import histories  # which needs torch, and a launcher asks only is_prepared
+
+        return histories.prepare(config, actions=vocab_limit)
     roots = cache_roots(config.data)
     options = config.data.model_copy(update={"cache_dir": str(roots[0])})
     source = choose_source(options)
@@ -122,6 +136,8 @@ def asks_hub(options: DataOptions) -> bool:
 def is_prepared(config: RunConfig) -> bool:
     """Whether the dataset lies in the cache, asked without loading torch; False also where that cannot be known."""
     options, objective = config.data, type(config.objective)
+    if isinstance(options, HistoryOptions):
+        return is_ready(options)
     if config.objective.name != objective.model_fields["name"].default or is_own(options.dataset_name):
         return False
     if shapes.known(config.model.model_path) is None and not Path(config.model.model_path).is_dir():

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 import lockstep
 from lockstep.config.load import Loaded
 from lockstep.config.schema import RunConfig
@@ -15,6 +17,8 @@ from lockstep.data.cache import Table
 from lockstep.data.stream import StreamTable
 from lockstep.engine.build import Assembled, Plan
 from lockstep.engine.parts import Parts
+from lockstep.engine.prepare import Prepared
+from lockstep.models.agent import Agent
 from lockstep.models.shapes import Lora, Memory, Shape, Sharing, memory_bytes
 from lockstep.report.words import USUAL, WORDINGS, Banner, Summary
 from lockstep.rundir import RunDir
@@ -43,11 +47,13 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         },
         tokens_per_step=assembled.parts.batch_rows * options.context_length,
         max_steps=options.max_steps,
-        dataset=f"{prepared.source}, {rows_text(prepared.train)}, tokenizer of {prepared.tokenizer.vocab_size:,} ids",
+        dataset=dataset_text(prepared),
         precision=options.precision,
         attention=assembled.built.attention + (", compiled" if assembled.built.compiled else ""),
         determinism=determinism.label(planned.device, deterministic=config.system.deterministic),
         batch=batch_text(assembled.parts),
+        batch_size=options.batch_size,
+        accumulated=options.grad_accum_nums,
         settings=settings(loaded),
         logs=tuple(str(path) for path in wanted_logs(config, run)),
         tag=label.replace("GPU", "GPU "),
@@ -55,7 +61,14 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         epochs=epochs.count if epochs else 0,
         epoch_steps=epochs.epoch_steps_after(assembled.parts.progress.step) if epochs else 0.0,
         vocab_size=shape.vocab_size,
+        unit=WORDINGS.get(config.family, USUAL).unit,
     )
+
+
+def dataset_text(prepared: Prepared) -> str:
+    """What is learnt from: how many rows, in which words."""
+    words = f", tokenizer of {prepared.words.vocab_size:,} ids" if prepared.words else ""
+    return f"{prepared.source}, {rows_text(prepared.train)}{words}"
 
 
 def rows_text(table: Table | StreamTable) -> str:
@@ -71,19 +84,19 @@ def batch_text(parts: Parts) -> str:
     return f"{workers}{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}"
 
 
-def workers_banner(planned: Plan, world: int) -> list[str]:
+def workers_banner(precision: str, accumulated: int, *, device: torch.device, world: int) -> list[str]:
     """The documented lines that say how many processes share the work."""
-    config, on_gpu = planned.config, planned.device.type == "cuda"
+    kind = "NO" if world == 1 else "MULTI_GPU" if device.type == "cuda" else "MULTI_CPU"
     rule = "=" * 60
     return [
         rule,
         "Multi-GPU Training Configuration",
         rule,
         f"Number of processes: {world}",
-        f"Distributed type: DistributedType.{'MULTI_GPU' if on_gpu else 'MULTI_CPU'}",
-        f"Mixed precision: {'no' if config.training.precision == 'fp32' else config.training.precision}",
-        f"Gradient accumulation steps: {config.training.grad_accum_nums}",
-        f"Main process device: {planned.device}",
+        f"Distributed type: DistributedType.{kind}",
+        f"Mixed precision: {'no' if precision == 'fp32' else precision}",
+        f"Gradient accumulation steps: {accumulated}",
+        f"Main process device: {device}",
         rule,
     ]
 
@@ -117,6 +130,8 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
     fills = hasattr(parts.stepper.objective, "fill") and "[MASK]" not in parts.config.report.sample_prompt
     asks = "What is the capital of France?" if getattr(parts.stepper.objective, "answers", False) else ""
     prompt = shlex.quote("the [MASK] of" if fills else asks or parts.config.report.sample_prompt.strip() or "The")
+    of_texts, of_agents = (f"sample {place} {prompt}", f"export {place} --to hf"), (f"sample {place}", f"eval {place}")
+    walks = isinstance(parts.stepper.model, Agent)
     rate = pace.tokens / pace.seconds if pace.seconds else 0.0
     words = WORDINGS.get(parts.config.family, USUAL)
     return Summary(
@@ -127,6 +142,8 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
         loss=parts.last.loss if parts.last else math.nan,
         first_loss=pace.first_loss,
         val_loss=parts.val_loss,
+        val_accuracy=parts.measures.get(words.accuracy) if words.accuracy else None,
+        unit=words.unit,
         tokens_per_second=rate,
         mfu=rate * parts.flops_per_token / parts.peak_flops if parts.peak_flops and rate else None,
         seconds=seconds,
@@ -135,8 +152,7 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
         sample=sample,
         results=str(run.root),
         next_commands=(
-            f"{callable_as('lockstep')} sample {place} {prompt}",
-            f"{callable_as('lockstep')} export {place} --to hf",
+            *(f"{callable_as('lockstep')} {words}" for words in (of_agents if walks else of_texts)),
             *([f"{callable_as('tensorboard')} --logdir {tb}"] if parts.config.report.tensorboard else []),
         ),
     )

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep import rundir
 from lockstep.config.load import identity_diff
 from lockstep.config.schema import RunConfig
+from lockstep.engine import agent_files
 from lockstep.engine.checkpoint import RUN, Checkpointer
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.rundir import RunDir
@@ -32,8 +33,11 @@ def find(config: RunConfig, identity_hash: str) -> ResumePoint | None:
     asked = config.checkpoint.resume
     if asked is None:
         return None
+    out, name = Path(config.run.out), config.run.name
+    if asked == "auto" and name is not None and (point := _of_name(out / name)):
+        return point
     if asked == "auto":
-        return _newest_alike(Path(config.run.out), config.family, identity_hash, config.run.name)
+        return _newest_alike(out, config.family, identity_hash, name)
     path, named = Path(asked), Path(config.run.out) / asked
     if path.suffix == ".pt":
         if not path.is_file():
@@ -61,6 +65,25 @@ def point_of_run(path: Path) -> ResumePoint:
             raise DataError(f"none of the {len(damaged)} checkpoints can be trusted", where=str(run.checkpoints))
         raise NotFoundError("the run has saved no checkpoint", where=str(path), hint="start it anew")
     return ResumePoint(newest, run)
+
+
+def _of_name(folder: Path) -> ResumePoint | None:
+    """Where the run that has this name can go on; None: it has nothing to go on from, or there is none."""
+    if has_saved(RunDir(folder)):
+        return point_of_run(folder)
+    documented = agent_files.newest(folder)
+    return ResumePoint(documented, None) if documented else None
+
+
+def has_saved(run: RunDir) -> bool:
+    """Whether there is a checkpoint in a run folder, good or bad."""
+    return bool(Checkpointer(run.checkpoints).found())
+
+
+def can_begin(run: RunDir) -> bool:
+    """Whether a folder is that of a run that has saved nothing, or holds only documented files."""
+    known = run.config.is_file() or agent_files.newest(run.root) is not None
+    return known and not has_saved(run)
 
 
 def _newest_alike(out: Path, family: str, identity_hash: str, name: str | None) -> ResumePoint | None:
@@ -108,7 +131,7 @@ def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
         raise ConfigError(
             f"the checkpoint belongs to another configuration:\n{text}",
             where=str(checkpoint),
-            hint="the saved settings (lockstep resume RUN), or --checkpoint.allow-mismatch true",
+            hint="the saved settings (lockstep resume RUN), --name NEW, or --checkpoint.allow-mismatch true",
         )
     if differences:
         logger.warning("Resuming although the configuration differs:\n%s", text)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep import registry
 from lockstep.config.given import Origin
+from lockstep.data.options import HistoryOptions
 from lockstep.engine import predecessor
 from lockstep.engine.choices import (
     AUTOMATIC,
@@ -51,6 +52,8 @@ def decide(config: RunConfig) -> Decided:
     if told := env.get(SETTLED):
         return {name: (value, "") for name, value in json.loads(told).items()}
     decided: dict[str, tuple[str | None, str]] = {}
+    if isinstance(config.data, HistoryOptions):
+        return decided
     options = config.data.model_copy(update={"cache_dir": str(cache_roots(config.data)[0])})
     if options.data_path == "-":
         decided["data_path"] = (str(_from_stdin(options)), "")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -38,15 +38,21 @@ class Reading:
     fatal: bool  # NaN or Inf: nothing was updated, and nothing will be
     overflow: bool  # fp16 only: nothing was updated, the scale was halved
     loss_scale: float
+    measures: Mapping[str, float] = field(default_factory=dict[str, float])  # what the objective watches
 
 
 class Pending:
     """A step that was launched; `read` waits for it."""
 
     def __init__(
-        self, values: torch.Tensor, began: torch.cuda.Event | None = None, computed: torch.cuda.Event | None = None
+        self,
+        values: torch.Tensor,
+        began: torch.cuda.Event | None = None,
+        computed: torch.cuda.Event | None = None,
+        *,
+        watched: Iterable[str] = (),
     ) -> None:
-        self.values = values
+        self.values, self.watched = values, watched
         self.began, self.computed, self.ended = began, computed, mark(values.device)
         self.made = time.perf_counter()  # on the CPU the step is done by now
         if self.ended:
@@ -57,8 +63,9 @@ class Pending:
     def read(self) -> Reading:
         if self.ended:
             self.ended.synchronize()
-        loss, own_loss, grad_norm, lr, fatal, overflow, scale = self.values.tolist()
-        return Reading(loss, own_loss, grad_norm, lr, bool(fatal), bool(overflow), scale)
+        loss, own_loss, grad_norm, lr, fatal, overflow, scale, *measures = self.values.tolist()
+        told = dict(zip(self.watched, measures, strict=True))
+        return Reading(loss, own_loss, grad_norm, lr, bool(fatal), bool(overflow), scale, told)
 
     def seconds(self, previous: Pending | None) -> float | None:
         """From the end of the previous step (or this one's beginning) to its end, by the GPU's clock; None: no GPU."""
@@ -112,6 +119,8 @@ class Stepper:
         self.link: Marks = NoMarks()
         self.waited_seconds = 0.0  # for the other ranks, on the host, in the last step
         self.own_loss = self.zero
+        self.watched: Mapping[str, str] = getattr(objective, "watched", {})  # measure -> the term it is a mean over
+        self.measures = self.zero  # of the last step, in that order
 
     def connect(self, exchange: Exchange, council: Council, link: Marks) -> None:
         """Work with other ranks from now on, and under somebody's eye."""
@@ -135,7 +144,7 @@ class Stepper:
             scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
             for line in gradient_warnings(self.model.named_parameters(), scale=scale):
                 logger.warning("%s", line)
-        pending = Pending(self.update(step, loss), began, computed)
+        pending = Pending(self.update(step, loss), began, computed, watched=self.watched)
         self.updating = False
         return pending
 
@@ -156,8 +165,9 @@ class Stepper:
         """
         scaler, first_place = self.precision.scaler, self.council.group.rank * len(batches)
         shares = {term: coefficient / max(1, weights[term]) for term, coefficient in self.objective.terms.items()}
+        watched = {name: 1 / max(1, weights[term]) for name, term in self.watched.items()}
         self.exchange.zero()
-        total = self.zero
+        total, measures = self.zero, self.zero
         for index, batch in enumerate(batches):
             self.link.enter("forward")
             reseed(self.device, self.seed, step, first_place + index)
@@ -169,6 +179,10 @@ class Stepper:
             self.exchange.before_backward(last=index == len(batches) - 1)
             (part * scaler.scale if scaler else part).backward()
             total = total + part.detach()
+            if watched:
+                counted = [sums[name].detach().to(part.dtype) * share for name, share in watched.items()]
+                measures = measures + torch.stack(counted)
+        self.measures = measures
         return total
 
     def sum_up(self, loss: torch.Tensor) -> torch.Tensor:
@@ -179,7 +193,11 @@ class Stepper:
         self.link.enter("communication")
         since = time.perf_counter()
         self.exchange.finish()
-        loss = self.exchange.total(loss)
+        if self.watched:  # in the same exchange
+            together = self.exchange.total(torch.cat((loss[None], self.measures)))
+            loss, self.measures = together[0], together[1:]
+        else:
+            loss = self.exchange.total(loss)
         self.waited_seconds += time.perf_counter() - since + self.exchange.waited_seconds
         self.link.enter("backward")  # the update belongs to it
         return loss
@@ -205,6 +223,8 @@ class Stepper:
         self.updating = True
         self.optimizer.step(divisor, skip)
         values = torch.stack([loss, self.own_loss, norm, self.optimizer.lr, fatal, overflow, scale])
+        if self.watched:
+            values = torch.cat((values, self.measures))
         if scaler:
             scaler.update(overflow)
         if self.faults.armed and step >= 0:
@@ -216,7 +236,7 @@ class Stepper:
         scale = self.precision.scaler.state_dict() if self.precision.scaler else None
         self.halted.fill_(1.0)
         loss = self.sum_up(self.accumulate(-1, batches, self.agree(batches)))
-        reading = Pending(self.update(-1, loss)).read()
+        reading = Pending(self.update(-1, loss), watched=self.watched).read()
         self.updating = False
         self.halted = torch.zeros_like(self.halted)
         self.exchange.zero()

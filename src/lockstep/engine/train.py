@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ from lockstep.engine import (
 )
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
 from lockstep.engine.estimate import estimate
-from lockstep.engine.milestones import close_the_end, write_results
+from lockstep.engine.milestones import close_the_end, make_good, write_results
 from lockstep.engine.parts import Parts
 from lockstep.engine.samples import draw_sample
 from lockstep.errors import ConfigError, LockstepError, OutputError
@@ -44,6 +45,7 @@ from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink
 from lockstep.report.logs import setup_logging
 from lockstep.report.tensorboard import TensorboardSink
+from lockstep.report.words import USUAL, WORDINGS
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware, nodes, owner, signals
 from lockstep.runtime.gpu_facts import Sampler
@@ -131,8 +133,10 @@ def choose_run(
             resume.check_early(point, identity(planned.config), allow=allow)
         run = point.run if point and point.run else new_run(planned, loaded)
         closing.enter_context(owned(run))
-        if point and point.run:  # whoever had the run until now may have saved more
+        if resume.has_saved(run):  # whoever had the run until now may have saved more
             point = resume.point_of_run(run.root)
+        else:
+            begin_run(run, planned, loaded)
         return {"run": str(run.root), "checkpoint": str(point.checkpoint) if point else None}
 
     decided = group.together(decide)
@@ -226,7 +230,7 @@ def finish(run: RunDir, assembled: Assembled, around: Surroundings, sampler: Sam
     parts, group = assembled.parts, around.group
     tells_usage = parts.epochs is not None or group.world > 1
     workers = usage.gather(parts, group, sampler, seconds=seconds) if tells_usage else []
-    speaks = around.first and parts.config.system.mode in WHOLE
+    speaks = around.first and (parts.config.system.mode in WHOLE or parts.outcome is not None)
     sample = draw_sample(parts, assembled, group.told(around.link)) if speaks else ""
     around.stop.patient = True  # it is done
     summary = replace(present.summary(run, parts, sample, seconds), workers=tuple(workers))
@@ -239,6 +243,7 @@ def go_on_from_the_end(parts: Parts) -> None:
     logger.info("Nothing left to do: all %d steps are done%s", parts.progress.step, count)
     close_the_end(parts)
     write_results(parts)
+    make_good(parts)
 
 
 def watch_gpu(device: torch.device, folder: Path) -> Sampler:
@@ -272,7 +277,7 @@ def make_sinks(run: RunDir, config: RunConfig, around: Surroundings, sampler: Sa
         return [console, EventSink(own, facts=facts)] if config.system.mode == "replicas" else [console]
     sinks: list[Sink] = [*around.listeners, console, EventSink(run.events, facts=facts)]
     if config.report.tensorboard:
-        sinks.append(TensorboardSink(run.tensorboard))
+        sinks.append(TensorboardSink(run.tensorboard, validation=WORDINGS.get(config.family, USUAL).validation))
     return sinks
 
 
@@ -297,15 +302,28 @@ def start_log(loaded: Loaded, run: RunDir | None) -> None:
 
 
 def new_run(planned: Plan, loaded: Loaded) -> RunDir:
-    """A fresh run folder with its configuration; fails before anything is loaded if it cannot be written."""
+    """A fresh run folder; fails before anything is loaded if it cannot be written.
+
+    Of who wants to go on, also one of this name that has saved nothing yet: it is begun anew.
+    """
     config, out = planned.config, Path(planned.config.run.out)
+    own = out / (config.run.name or "")
     for key, folder in (("training.checkpoint_dir", config.training.checkpoint_dir), ("run.out", config.run.out)):
-        if folder:
+        if folder and Path(folder) != own:
             rundir.probe(Path(folder), key=key)
+    if config.run.name and config.checkpoint.resume and resume.can_begin(RunDir(own)):
+        return RunDir(own)
     name = config.run.name or f"{config.family}-{loaded.name or 'custom'}-{rundir.timestamp()}"
     if config.run.name is None and (out / name).exists():  # two in one second
         name = f"{name}-{time.time_ns() % 1_000_000:06d}"
-    run = rundir.create_run(out, name)
+    return rundir.create_run(out, name)
+
+
+def begin_run(run: RunDir, planned: Plan, loaded: Loaded) -> None:
+    """The configuration of a run that begins, in its folder; what an attempt before it has told goes."""
+    config = planned.config
+    run.events.unlink(missing_ok=True)
+    shutil.rmtree(run.tensorboard, ignore_errors=True)
     saved = {
         "family": config.family,
         "preset": loaded.preset,
@@ -324,7 +342,6 @@ def new_run(planned: Plan, loaded: Loaded) -> RunDir:
             logger.info("Configuration saved to %s", path)
     except OSError as error:
         raise rundir.io_error(error, run.root, doing="writing the configuration") from error
-    return run
 
 
 @contextlib.contextmanager
@@ -353,8 +370,10 @@ def announce(
     for notice in assembled.built.notices if env.detect().rank == 0 else ():
         if not (point and notice.startswith("weights: random")):
             logger.info("%s", notice)
-    if env.detect().rank == 0 and assembled.parts.council.group.world > 1:
-        for line in present.workers_banner(planned, assembled.parts.council.group.world):
+    options, world = parts.config.training, parts.council.group.world
+    if env.detect().rank == 0 and world > 1:
+        shown = present.workers_banner(options.precision, options.grad_accum_nums, device=planned.device, world=world)
+        for line in shown:
             logger.info("%s", line)
     parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled, loaded).fields())
     if point:
@@ -368,9 +387,9 @@ def rehearse(parts: Parts, planned: Plan) -> None:
     reading = parts.stepper.rehearse(first)
     if parts.progress.step > 0 or parts.config.model.init != "random" or not any(parts.council.agreed.weights.values()):
         return
-    expected, allowed = first_loss.foreseen(
+    expected, allowed, formula = first_loss.foreseen(
         parts.config, planned.shape, first, objective=parts.stepper.objective, group=parts.council.group
     )
     parts.tell("first_loss", step=0, loss=reading.loss, expected=expected)
     if not abs(reading.loss - expected) <= allowed:
-        logger.warning("First loss %.4f, expected %.2f ± %.2f (ln V + d std²/2)", reading.loss, expected, allowed)
+        logger.warning("First loss %.4f, expected %.2f ± %.2f (%s)", reading.loss, expected, allowed, formula)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ACTION, EXPLORE, TIES, TARGET, ORDER, WEIGHTS, SHUFFLE = range(1, 8)  # purposes: no hash is used twice
+ACTION, EXPLORE, TIES, TARGET, ORDER, WEIGHTS, SHUFFLE, WALK = range(1, 9)  # purposes: no hash is used twice
 
 
 def _signed(value: int) -> int:

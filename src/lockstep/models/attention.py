@@ -142,13 +142,24 @@ def _refusal(backend: str, reason: str) -> ConfigError:
     )
 
 
-def attend(
-    q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, backend: str, causal: bool = True, mask: Any = None
+def attend(  # noqa: PLR0913 - who sees whom, by name
+    q_BHLE: Tensor,
+    k_BKLE: Tensor,
+    v_BKLE: Tensor,
+    *,
+    backend: str,
+    causal: bool = True,
+    mask: Any = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """softmax(q k^T / sqrt(E)) v; each k/v head serves a run of consecutive query heads.
 
     `mask` says all about who sees whom, the future included: for flex its block mask, else (B, 1, L, L) booleans.
+    `dropout` is of the probabilities; where a kernel has none, the plain maths steps in.
     """
+    if dropout and backend in ("flex", "flash_attn"):
+        assert mask is None, "a block mask is flex attention's own"
+        backend = "native_math"
     grouped = q_BHLE.shape[1] != k_BKLE.shape[1]
     if backend == "flash_attn":
         assert mask is None, "refused when the model was built"
@@ -161,12 +172,13 @@ def attend(
     # Here and not around the model: checkpointing runs a block again, later. Without gradients, as in sampling, rows
     # can be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in; as for any short row.
     kernels = [KERNELS[backend]]
-    helped = q_BHLE.shape[2] < SHORT_ROW or not torch.is_grad_enabled()
+    helped = dropout or q_BHLE.shape[2] < SHORT_ROW or not torch.is_grad_enabled()
     if backend != "native_math" and helped:  # naming one twice fails in a compiled block
         kernels.append(SDPBackend.MATH)
     with sdpa_kernel(kernels, set_priority=True):
+        plain = causal and mask is None
         return F.scaled_dot_product_attention(
-            q_BHLE, k_BKLE, v_BKLE, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=grouped
+            q_BHLE, k_BKLE, v_BKLE, attn_mask=mask, dropout_p=dropout, is_causal=plain, enable_gqa=grouped
         )
 
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from lockstep.models import attention, hf, initialise, lora, microbert
+from lockstep.models.agent import Agent
 from lockstep.models.encoder import Encoder
 from lockstep.models.llama import Llama
 from lockstep.models.options import DecoderOptions, ModelOptions
-from lockstep.models.shapes import DOCUMENTED_WEIGHTS, AnyShape, EncoderShape, LlamaShape, full_name
+from lockstep.models.shapes import DOCUMENTED_WEIGHTS, AgentShape, AnyShape, EncoderShape, LlamaShape, full_name
 from lockstep.runtime import hub
 
-Model = Llama | Encoder
+Model = Llama | Encoder | Agent
 VARIANTS = 32
 
 
@@ -102,6 +103,8 @@ def lay_out(shape: AnyShape, *, attention: str, dropout: float = 0.0, checkpoint
     """The model of a shape, its weights not filled yet."""
     if isinstance(shape, LlamaShape):
         return Llama(shape, attention=attention, dropout=dropout, checkpointing=checkpointing)
+    if isinstance(shape, AgentShape):
+        return Agent(shape, attention=attention, dropout=dropout, checkpointing=checkpointing)
     return Encoder(shape, attention=attention, dropout=dropout, checkpointing=checkpointing)
 
 

@@ -20,7 +20,7 @@ from lockstep import rundir
 from lockstep.errors import DataError, NotFoundError, OutputError
 from lockstep.models.hf_names import TABLES, is_unused, layer_of, their_names, tied_name, usual_name
 from lockstep.models.lora import ADDITIONS
-from lockstep.models.shapes import AnyShape, EncoderShape, LlamaShape, from_hf
+from lockstep.models.shapes import AnyShape, LlamaShape, from_hf
 from lockstep.runtime.hub import CONFIG_FILE, read_json
 from lockstep.runtime.parallel import local, offset
 
@@ -36,7 +36,7 @@ MARKS = ("pad_token", "cls_token", "sep_token", "unk_token", "mask_token")
 CHAT_KEY, CHAT_FILE = "chat_template", "chat_template.jinja"
 BY_WORD = ("tok_embed.weight", "output.weight")  # a row for each id
 ROWS_AT_ONCE = 1 << 12
-NOT_OF_TRANSFORMERS = "transformers has no class for the architecture prenorm: lockstep alone reads this folder"
+NOT_OF_TRANSFORMERS = "transformers has no class for this architecture: lockstep alone reads this folder"
 
 
 # --------------------------------------------------------------------------------------------- import
@@ -70,7 +70,8 @@ def import_weights(model: Model, folder: Path, *, truncated: bool) -> int:
             return torch.cat(parts) if len(parts) > 1 else parts[0]
 
         for name, parameter in ours.items():
-            rows = shape.vocab_size if name in BY_WORD else parameter.shape[0]
+            by_word = name in BY_WORD and isinstance(shape, LlamaShape)
+            rows = shape.vocab_size if by_word else parameter.shape[0]
             local(parameter).copy_(read(wanted[name], parameter, rows))
         embedding, tied = model.tok_embed.weight, tied_name(shape)
         if tied in stored:
@@ -252,7 +253,7 @@ def _tokenizer_config(tokenizer_file: Path, shape: AnyShape) -> dict[str, Any]:
     named = read_json(beside) if beside.is_file() else {}
     if CHAT_KEY in named:
         config[CHAT_KEY] = named[CHAT_KEY]
-    if isinstance(shape, EncoderShape):
+    if not isinstance(shape, LlamaShape):
         return config | {key: named[key] for key in MARKS if key in named}
     ids = {"bos_token": shape.bos, "eos_token": shape.eos[0] if shape.eos else None, "mask_token": shape.mask}
     return config | {key: words[id_] for key, id_ in ids.items() if id_ in words}

@@ -20,6 +20,7 @@ BYTES_MEAN = 8 * 255 // 2
 BYTES_STD = math.sqrt(8 * (256**2 - 1) / 12)
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: what fits the cache of a core; enough to fill a GPU
 ADDITIONS = (".lora_a", ".lora_b")  # see lora.py, which fills them
+HEADS = ("output.weight", "outcome.weight")  # what makes logits
 RESIDUAL = ("attention.wo.weight", "mlp.w2.weight")  # projections back into the residual stream
 
 
@@ -89,7 +90,7 @@ def initialise(
     residual_branches = sum(name.endswith(RESIDUAL) for name in parameters)
     for name, parameter in parameters.items():
         spread = std
-        if name == "output.weight" and head_std is not None:
+        if name in HEADS and head_std is not None:
             spread = head_std
         elif depth_scaled and name.endswith(RESIDUAL):
             spread = std / math.sqrt(residual_branches)

@@ -114,3 +114,27 @@ class EncoderOptions(ModelOptions, frozen=True):
     )
     num_layers: int | None = setting(None, f"Number of transformer layers ({FROM_SHAPE}).", ge=1, le=1000)
     dropout: float = setting(0.1, "Dropout on embeddings and residual branches.", ge=0, lt=1)
+
+
+class AgentOptions(ModelOptions, frozen=True):
+    """An agent: it reads a history of steps and says the next action."""
+
+    model_type: Literal["agent"] = setting("agent", "Model family; must agree with the family being trained.")
+    model_path: str = setting(
+        "lockstep/ad",
+        "Shape by name (lockstep/ad-tiny, -demo, lockstep/ad, lockstep/ad-compressed), each size can be overridden.",
+        min_length=1,
+        max_length=500,
+    )
+    num_layers: int | None = setting(None, f"Number of transformer layers ({FROM_SHAPE}).", ge=1, le=1000)
+    dropout: float = setting(0.1, "Dropout on the embedded steps and residual branches.", ge=0, lt=1)
+    attention_dropout: float = setting(0.1, "Dropout on the attention probabilities.", ge=0, lt=1)
+    compressed: bool | None = setting(
+        None, f"Read the history region by region, of the earlier ones only a summary ({FROM_SHAPE})."
+    )
+    region: int | None = setting(None, f"Steps of such a region ({FROM_SHAPE}).", unit="steps", ge=1, le=1 << 20)
+    summary_tokens: int | None = setting(
+        None, f"Learned tokens that carry a region into the next; 0: it is forgotten ({FROM_SHAPE}).", ge=0, le=1024
+    )
+    dynamics: bool = setting(False, "Also learn where each step leads and what it pays.")
+    dynamics_strength: float = setting(1.0, "How much that counts beside the action.", ge=0, le=1e6)

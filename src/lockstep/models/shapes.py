@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import ConfigError, NotFoundError
-from lockstep.models import encoder_shapes, llada_shapes, llama_shapes
+from lockstep.models import agent_shapes, encoder_shapes, llada_shapes, llama_shapes
+from lockstep.models.agent_shapes import AgentShape
 from lockstep.models.encoder_shapes import EncoderShape
 from lockstep.models.llama_shapes import LlamaShape, RopeScaling
 from lockstep.models.memory import ITEM_BYTES, Lora, Memory, Sharing, check_lora, chunk_tokens, memory_bytes
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
     from lockstep.models.options import ModelOptions
 
 __all__ = [
-    "HF_DTYPES", "ITEM_BYTES", "KNOWN", "AnyShape", "EncoderShape", "LlamaShape", "Lora", "Memory", "RopeScaling",
-    "Shape", "Sharing", "chunk_tokens", "from_hf", "full_name", "known", "memory_bytes", "names", "resolve",
-    "with_tokens",
+    "HF_DTYPES", "ITEM_BYTES", "KNOWN", "AgentShape", "AnyShape", "EncoderShape", "LlamaShape", "Lora", "Memory",
+    "RopeScaling", "Shape", "Sharing", "chunk_tokens", "from_hf", "full_name", "known", "memory_bytes", "names",
+    "resolve", "with_tokens",
 ]  # fmt: skip
 
 DOCUMENTED_WEIGHTS = "mlm_model.pth"  # of the result folder of masked-LM
 ADAPTER_CONFIG = "adapter_config.json"  # of the peft package
-AnyShape = LlamaShape | EncoderShape
-KNOWN: dict[str, AnyShape] = {**llama_shapes.KNOWN, **llada_shapes.KNOWN, **encoder_shapes.KNOWN}
+AnyShape = LlamaShape | EncoderShape | AgentShape
+KNOWN: dict[str, AnyShape] = {**llama_shapes.KNOWN, **llada_shapes.KNOWN, **encoder_shapes.KNOWN, **agent_shapes.KNOWN}
 READERS: dict[str, Callable[..., AnyShape]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), LlamaShape.from_hf),
     "llada": llada_shapes.from_hf,
     **dict.fromkeys(encoder_shapes.MODEL_TYPES.values(), EncoderShape.from_hf),
+    agent_shapes.MODEL_TYPE: AgentShape.from_hf,
 }
 
 
@@ -104,10 +106,10 @@ def full_name(name: str) -> str:
 
 def names(options: type[ModelOptions]) -> tuple[str, ...]:
     """The known shapes that these options can ask for."""
-    from lockstep.models.options import EncoderOptions, LladaOptions
+    from lockstep.models.options import AgentOptions, EncoderOptions, LladaOptions
 
-    if issubclass(options, EncoderOptions):
-        return tuple(encoder_shapes.KNOWN)
+    if issubclass(options, EncoderOptions | AgentOptions):
+        return tuple(encoder_shapes.KNOWN if issubclass(options, EncoderOptions) else agent_shapes.KNOWN)
     return tuple(llada_shapes.KNOWN if issubclass(options, LladaOptions) else llama_shapes.KNOWN)
 
 
@@ -125,7 +127,7 @@ def from_hf(tree: Mapping[str, Any], *, where: str = "config.json") -> AnyShape:
 
 def resolve(options: ModelOptions, *, context_length: int, token: str | None = None) -> AnyShape:
     """The shape that `model.*` asks for: named, read from a folder or the hub; then overridden key by key."""
-    from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions
+    from lockstep.models.options import AgentOptions, EncoderOptions, LladaOptions, LlamaOptions
 
     base = _base(options, token)
     shape: AnyShape | None = None
@@ -135,6 +137,8 @@ def resolve(options: ModelOptions, *, context_length: int, token: str | None = N
         check_lora(Lora.of(options), shape)
     elif isinstance(options, EncoderOptions) and isinstance(base, EncoderShape):
         shape = encoder_shapes.overridden(options, base, context_length=context_length)
+    elif isinstance(options, AgentOptions) and isinstance(base, AgentShape):
+        shape = agent_shapes.overridden(options, base, context_length=context_length)
     if shape is None:
         raise ConfigError(
             f"{options.model_path!r} is of type {base.model_type!r}: another family trains it",
@@ -148,6 +152,8 @@ def resolve(options: ModelOptions, *, context_length: int, token: str | None = N
 
 def with_tokens(shape: AnyShape, *, separator: int, specials: Mapping[str, int], mask: int | None = None) -> AnyShape:
     """The same with the ids of the tokenizer it was trained with, for its users; `mask` is the objective's."""
+    if isinstance(shape, AgentShape):
+        return shape
     if isinstance(shape, EncoderShape):
         return replace(shape, pad=specials.get("pad"), bos=specials.get("cls"), eos=(specials.get("sep", separator),))
     if shape.layout != "llada":

@@ -105,3 +105,15 @@ class MlmOptions(ObjectiveOptions, frozen=True):
                 where="objective.random_share",
                 hint=f"at most {1 - self.masked_share:g}",
             )
+
+
+class DistillOptions(ObjectiveOptions, frozen=True):
+    """Algorithm Distillation: the action of a source learner at every step of its history."""
+
+    name: str = setting("distill", NAME, max_length=200)
+    label_smoothing: float = setting(0.0, "Share of each target that is spread over all actions.", ge=0, lt=1)
+
+    @staticmethod
+    def columns_of(documents: str) -> Mapping[str, str]:
+        assert documents
+        return {"histories": "int32"}

@@ -25,6 +25,7 @@ from lockstep.report.words import (
     format_perplexity,
     format_step,
     format_utilisation,
+    format_walk,
 )
 
 log = logging.getLogger(__name__)
@@ -48,11 +49,11 @@ class _Pace:
             self.flop_known = True
             self.flop_seconds += record.mfu * record.seconds
 
-    def parts(self) -> list[str]:
+    def parts(self, unit: str) -> list[str]:
         if self.seconds <= 0:
             return []
         mfu = [f"MFU {100 * self.flop_seconds / self.seconds:.1f} %"] if self.flop_known else []
-        return [f"{self.tokens / self.seconds:,.0f} tokens/s", *mfu]
+        return [f"{self.tokens / self.seconds:,.0f} {unit}/s", *mfu]
 
 
 class Bar:
@@ -193,6 +194,8 @@ class ConsoleSink:
         elif kind == "results":
             family, path = str(fields.get("family", "")).upper(), fields.get("path")
             log.info("%s", self._words.results.format(family=family, path=path))
+        elif kind == "walk":
+            log.info("%s", format_walk(fields))
         elif kind == "first_loss" and self._words.first:
             log.info("%s", self._words.first.format(loss=fields["loss"], expected=fields["expected"]))
 
@@ -223,15 +226,16 @@ class ConsoleSink:
 
     def _show_validation(self, fields: Mapping[str, Any]) -> None:
         parts = ["Validation", f"Step {fields.get('step', 0)}"]
-        loss, accuracy = fields.get("val_loss"), fields.get("val_accuracy")
+        loss, accuracy = fields.get("val_loss"), fields.get(f"val_{self._words.accuracy or 'accuracy'}")
         buckets = format_buckets(fields)
         at_most = "at most " if buckets else ""  # a bound
         if isinstance(loss, float):
-            parts += [f"Loss: {at_most}{format_number(loss)}", f"Perplexity: {at_most}{format_perplexity(loss)}"]
+            parts.append(f"Loss: {at_most}{format_number(loss)}")
+            parts += [] if self._words.accuracy else [f"Perplexity: {at_most}{format_perplexity(loss)}"]
         if isinstance(accuracy, float):
             parts.append(f"Accuracy: {format_number(accuracy)}")
         parts += [buckets] if buckets else []
-        log.info("%s", " | ".join(parts + self._pace.parts() + self._gpu()))
+        log.info("%s", " | ".join(parts + self._pace.parts(self._words.unit) + self._gpu()))
         self._pace = _Pace()
 
     def _show_epoch(self, fields: Mapping[str, Any]) -> None:
@@ -253,7 +257,12 @@ class ConsoleSink:
         pace = _Pace()
         pace.add(record)
         eta = f"ETA: {format_eta(record.eta_seconds)}"
-        tail = [f"Loss: {format_number(record.loss)}", *pace.parts(), *self._gpu(), eta]
+        tail = [
+            self._words.bar.format(loss=format_number(record.loss)),
+            *pace.parts(self._words.unit),
+            *self._gpu(),
+            eta,
+        ]
         try:
             self._bar_for(record.step).update(self._place(record.step), "  ".join(tail))
         except ImportError:

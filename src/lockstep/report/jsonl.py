@@ -46,6 +46,8 @@ class EventSink:
             "mfu": record.mfu,
             "time": time.time(),
         }
+        if record.measures:
+            fields |= self._plain(record.measures)
         if self._facts:
             fields |= self._plain(self._facts())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -36,10 +36,14 @@ def _load() -> _Package | None:
 
 
 class TensorboardSink:
-    """Scalars of a run for `tensorboard --logdir`. Without the package it says so once and does nothing."""
+    """Scalars of a run for `tensorboard --logdir`. Without the package it says so once and does nothing.
 
-    def __init__(self, folder: Path) -> None:
+    `validation` is how the tags of a family's validation begin.
+    """
+
+    def __init__(self, folder: Path, *, validation: str = "eval/val_") -> None:
         self._writer: Any = None
+        self._validation = validation
         self._package = _load()
         if self._package is None:
             return
@@ -62,7 +66,7 @@ class TensorboardSink:
             scalars["train/memory_gib"] = record.memory_bytes / 2**30
         if record.loss_scale != 1.0:
             scalars["train/loss_scale"] = record.loss_scale
-        self._scalars(record.step, scalars)
+        self._scalars(record.step, {**scalars, **{f"train/{name}": value for name, value in record.measures.items()}})
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._writer is None or self._package is None:
@@ -71,10 +75,17 @@ class TensorboardSink:
         if kind == "eval":
             numbers = {name: value for name, value in fields.items() if name != "step" and _is_number(value)}
             last = max(0, step - 1)  # steps count from 0: the curve of the last finished one, and a resume keeps it
-            self._scalars(last, {f"eval/{name}": float(value) for name, value in numbers.items()})
+            self._scalars(last, {self._tag(name): float(value) for name, value in numbers.items()})
+        elif kind == "walk":
+            numbers = {name: float(value) for name, value in fields.items() if name.endswith("return")}
+            self._scalars(max(0, step - 1), {f"walk/{name}": value for name, value in numbers.items()})
         elif kind == "resume":  # TensorBoard then drops what an earlier file says about this step and later ones
             start = self._package.SessionLog(status=self._package.SessionLog.START)
             self._append(self._package.Event(wall_time=time.time(), step=step, session_log=start))
+
+    def _tag(self, name: str) -> str:
+        plain = name.removeprefix("val_")
+        return self._validation + plain if plain != name else f"eval/{name}"
 
     def close(self) -> None:
         if self._writer is not None:

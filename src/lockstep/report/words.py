@@ -63,6 +63,15 @@ def format_utilisation(percent: float | None) -> str:
     return "n/a" if percent is None else f"{percent:.0f} %"
 
 
+def format_walk(fields: Mapping[str, Any]) -> str:
+    """How an agent does in tasks it has not seen: its first episode, its last ones, and what could be had."""
+    spans = f"first → last {fields['last_episodes']} of {_plural(fields['episodes'], 'episode')}"
+    return (
+        f"Walk | Step {fields.get('step', 0)} | {_plural(fields['tasks'], 'unseen task')} | "
+        f"Return: {fields['first_return']:.2f} → {fields['last_return']:.2f} of {fields['optimum']:.2f} ({spans})"
+    )
+
+
 def format_about(seconds: float) -> str:
     """An estimate, as exact as it deserves: 45 s, 12 min, 3 h 20 min."""
     if seconds < 60:
@@ -94,6 +103,10 @@ class Wording:
     first: str = ""  # of the first loss, beside what it must be
     best: bool = False  # whether the end tells the best validation loss of all epochs
     at_most: str = ""  # before losses that are bounds
+    unit: str = "tokens"  # what a row is long in, and the speed is counted in
+    accuracy: str = ""  # the share of right answers among the measures, told in the place of the perplexity
+    bar: str = "Loss: {loss}"  # beside the progress bar
+    validation: str = "eval/val_"  # how the tags of validation begin, in TensorBoard
 
 
 USUAL = Wording()
@@ -112,6 +125,7 @@ WORDINGS = {
         best=True,
         at_most="at most ",
     ),
+    "ad": Wording(unit="actions", accuracy="acc_action", bar="loss={loss}", validation="test/"),
 }
 
 
@@ -161,6 +175,8 @@ class Banner(_Facts):
     attention: str
     determinism: str
     batch: str = ""  # "2 rows x 4 micro-batches x 8,192 tokens"
+    batch_size: int = 0  # rows of a micro-batch of one worker
+    accumulated: int = 1  # micro-batches of a step
     settings: str = ""  # "preset demo, 3 settings changed"
     tag: str = ""  # "GPU 0"
     version: str = ""
@@ -168,6 +184,7 @@ class Banner(_Facts):
     epochs: int = 0  # 0: the run counts in steps only
     epoch_steps: float = 0.0  # of one epoch; it may end within a batch
     vocab_size: int = 0  # rows of the embedding
+    unit: str = USUAL.unit
 
     def lines(self, width: int = COLUMNS) -> list[str]:
         total = format_bytes(sum(self.memory_bytes.values()))
@@ -176,7 +193,7 @@ class Banner(_Facts):
         rows = [
             ("model", [self.model + ",", f"{self.parameters:,} parameters"]),
             ("memory", [f"about {total}:", *parts[:-1], *(part.rstrip(",") for part in parts[-1:])]),
-            ("work", [*self._steps(), f"of {self.tokens_per_step:,} tokens", *_bracketed(self.batch)]),
+            ("work", [*self._steps(), f"of {self.tokens_per_step:,} {self.unit}", *_bracketed(self.batch)]),
             ("data", self.dataset.split()),
             ("device", self.device.split()),
             ("precision", self.precision.split()),
@@ -210,6 +227,8 @@ class Summary(_Facts):
     at_most: str = ""
     first_loss: float | None = None
     val_loss: float | None = None
+    val_accuracy: float | None = None  # told in the place of the perplexity
+    unit: str = USUAL.unit  # of tokens_per_second
     mfu: float | None = None
     peak_memory_bytes: int = 0
     skipped: int = 0  # fp16 overflows
@@ -222,8 +241,8 @@ class Summary(_Facts):
         validation: list[str] = []
         if self.val_loss is not None:
             validation = [f"{self.at_most}{format_number(self.val_loss)}"]
-            validation.append(f"(perplexity {self.at_most}{format_perplexity(self.val_loss)})")
-        speed = [f"{self.tokens_per_second:,.0f} tokens/s"] if self.tokens_per_second else []
+            validation.append(f"({self._judged(self.val_loss)})")
+        speed = [f"{self.tokens_per_second:,.0f} {self.unit}/s"] if self.tokens_per_second else []
         speed += [f"({100 * self.mfu:.1f} % MFU)"] if self.mfu is not None else []
         skipped = [f"({self.skipped:,} skipped by fp16 overflow)"] if self.skipped else []
         rows = [
@@ -244,6 +263,11 @@ class Summary(_Facts):
         if self.next_commands:
             lines += ["", "Next:", *(f"  {command}" for command in self.next_commands)]
         return [*lines, "─" * width]
+
+    def _judged(self, loss: float) -> str:
+        if self.val_accuracy is not None:
+            return f"accuracy {format_number(self.val_accuracy)}"
+        return f"perplexity {self.at_most}{format_perplexity(loss)}"
 
 
 def _usage(workers: Sequence[Mapping[str, Any]]) -> list[str]:

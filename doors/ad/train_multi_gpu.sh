@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Train on four GPUs with accelerate: ./train_multi_gpu.sh [flags of train.py]; others: CUDA_VISIBLE_DEVICES=0,1
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/python.sh"
+export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0,1,2,3}"
+commas="${CUDA_VISIBLE_DEVICES//[^,]/}"
+several=(--num_processes "$((${#commas} + 1))")
+if [[ -n "$commas" ]]; then
+    several+=(--multi_gpu --main_process_port 0)
+fi
+exec "$PYTHON" -m accelerate.commands.launch "${several[@]}" "$here/train.py" "$@"

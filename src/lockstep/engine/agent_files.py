@@ -1,0 +1,100 @@
+"""The documented file of an agent, ckpt-<step>.pt: written beside the checkpoints, and a place to go on from."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.engine import legacy
+from lockstep.engine.checkpoint import State
+from lockstep.engine.epoch_files import WRAPPED, moments_of
+from lockstep.engine.legacy import EXTRA_KEY
+from lockstep.engine.progress import Progress
+from lockstep.engine.step import Stepper
+from lockstep.errors import DataError
+from lockstep.runtime.group import Group
+from lockstep.runtime.parallel import whole
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"ckpt-(\d{1,18})\.pt")
+KEYS = ("step", "config", "model", "optimizer", "lr_sched")
+
+
+def file_of(folder: Path, step: int) -> Path:
+    return folder / f"ckpt-{step}.pt"
+
+
+def newest(folder: Path) -> Path | None:
+    """The file of the most steps, by their number: ckpt-10000 is newer than ckpt-9000."""
+    found = _all(folder)
+    return found[max(found)] if found else None
+
+
+def _all(folder: Path) -> dict[int, Path]:
+    named = [(NAME.fullmatch(path.name), path) for path in folder.glob("ckpt-*.pt")]
+    return {int(match[1]): path for match, path in named if match and path.is_file()}
+
+
+def write(folder: Path, stepper: Stepper, state: State, *, config: Mapping[str, Any], group: Group) -> Path:
+    """The file of this step, all of it or nothing; only then do the others go. All ranks call it, rank 0 writes."""
+    step, first = int(state.run["progress"]["step"]), group.rank == 0
+    path = file_of(folder, step)
+    tensors = ((name, whole(tensor)) for name, tensor in state.model.items())
+    weights, optimizer = legacy.gathered(stepper, state, tensors, keep=first)
+    rate = stepper.optimizer.lr.item()
+    content = {
+        "step": step,
+        "config": dict(config),
+        "model": weights,
+        "optimizer": optimizer,
+        "lr_sched": {"last_epoch": state.run["applied_steps"], "_last_lr": [rate]},
+        EXTRA_KEY: state.run,
+    }
+
+    def publish() -> None:
+        legacy.publish(path, content, link=group.told(stepper.link))
+        for other in (*_all(folder).values(), *folder.glob("ckpt-*.pt.tmp-*")):  # also what a kill has left
+            if other != path:
+                other.unlink(missing_ok=True)
+
+    group.together(publish)
+    return path
+
+
+def is_one(content: object) -> bool:
+    """Whether the content of a .pt file is such a one."""
+    return isinstance(content, dict) and all(key in content for key in KEYS)
+
+
+def read(content: Mapping[str, Any], path: Path, *, names: list[str]) -> State:
+    """The state in such a file, ours or that of another program. `names`: our parameters in optimizer order."""
+    try:
+        model: dict[str, torch.Tensor] = {
+            name.removeprefix(WRAPPED): tensor for name, tensor in content["model"].items()
+        }
+        if other := sorted(set(names) ^ set(model)):
+            raise DataError(
+                f"the weights are of another model: {len(other)} tensors are in the model or in the file only: "
+                f"{', '.join(other[:3])}",
+                where=str(path),
+                hint="train anew; histories of another program can be learnt from (traj_dir)",
+            )
+        ours = EXTRA_KEY in content
+        run = dict(content[EXTRA_KEY]) if ours else _documented_run(content)
+        return State(model, moments_of(content["optimizer"]["state"], names if ours else list(model), model), run)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
+
+
+def _documented_run(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts of a file of another program: enough to go on, not enough for the same bits."""
+    logger.warning("%s", legacy.NOT_EXACT)
+    step, applied = int(content["step"]), int(content["lr_sched"]["last_epoch"])
+    progress = Progress(step=step, skipped=step - applied)
+    return {"progress": progress.state_dict(), "applied_steps": applied, "loss_scale": None, "about": None}

@@ -1,0 +1,233 @@
+"""Histories as files: the documented HDF5 file, and the table that is made from it once all of it was checked.
+
+The HDF5 file has a group per task; what another program wrote in the same form is learnt from too. The table is uint8
+(3, tasks, streams, steps): cells, actions, rewards. It is written piece by piece and never mapped for writing: on a
+full disk that is an error, where a mapping would end the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep import rundir
+from lockstep.data.histories import Note
+from lockstep.errors import DataError, NotFoundError
+
+if TYPE_CHECKING:
+    from lockstep.contracts import Array
+    from lockstep.engine.collect import Collection
+    from lockstep.worlds.table import World
+
+COLUMNS = ("cells", "actions", "rewards")
+SETTINGS = "lockstep"  # the attribute of the HDF5 file that says how it was made
+INSIDE, BEGINS, ENDS = range(3)  # compress_markers: where a region of the learner begins and ends
+Shape = tuple[int, int, int]  # tasks, streams, steps
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A table while it is written."""
+
+    file: IO[bytes]
+    shape: Shape
+    start: int  # of the numbers, after the header
+
+    @staticmethod
+    def begin(file: IO[bytes], shape: Shape) -> TableFile:
+        """Write the header, and make room for the rest."""
+        header = {"descr": "|u1", "fortran_order": False, "shape": (len(COLUMNS), *shape)}
+        np.lib.format.write_array_header_1_0(file, header)
+        return TableFile(file, shape, file.tell())
+
+    def put(self, first: int, rows: Array) -> None:
+        """(3, n, steps), as the streams from `first` on, counted over all tasks."""
+        tasks, streams, steps = self.shape
+        for number, column in enumerate(rows):
+            self.file.seek(self.start + (number * tasks * streams + first) * steps)
+            self.file.write(np.ascontiguousarray(column, np.uint8).data)
+
+
+def read_table(path: Path) -> Array:
+    """The table, mapped; what is cut short or of another form is refused."""
+    try:
+        table: Array = np.load(path, mmap_mode="c", allow_pickle=False)  # never written to: torch asks for it
+        if table.dtype != np.uint8 or table.ndim != 4 or len(table) != len(COLUMNS):
+            raise ValueError(f"{table.dtype} {table.shape}, not uint8 (3, tasks, streams, steps)")
+    except (OSError, ValueError, EOFError) as error:
+        hint = f"rm {path}: it is made again from the .hdf5 file"
+        raise DataError(f"not a readable table of histories: {error}", where=str(path), hint=hint) from error
+    return table
+
+
+# ------------------------------------------------------------------------------------------------ the HDF5 file
+
+
+def world_settings(world: World) -> dict[str, Any]:
+    """What decides the rules of a world."""
+    return {"name": world.name, "size": world.size, "horizon": world.horizon}
+
+
+def export_hdf5(wanted: Collection, histories: Array, path: Path) -> None:
+    """The documented file, from a table of histories."""
+    import h5py
+
+    time = np.arange(wanted.steps)
+    region = wanted.learner.region
+    marks = np.where(time % region == region - 1, ENDS, INSIDE)
+    marks[time % region == 0] = BEGINS
+    ends = (time + 1) % wanted.world.horizon == 0
+    with h5py.File(path, "w") as file:
+        file.attrs[SETTINGS] = json.dumps(wanted.settings(), sort_keys=True)
+        for place, task in enumerate(wanted.tasks):
+            cells, actions, rewards = (column.T.astype(np.int32) for column in histories[:, place])
+            columns = {
+                "states": _coordinates(cells, wanted.world.size),
+                "actions": actions,
+                "rewards": rewards,
+                "next_states": _coordinates(_after(wanted.world, task, cells, actions), wanted.world.size),
+                "dones": np.broadcast_to(ends[:, None], cells.shape),
+                "compress_markers": np.broadcast_to(marks[:, None].astype(np.int32), cells.shape),
+            }
+            group = file.create_group(str(task))
+            for name, column in columns.items():
+                group.create_dataset(name, data=column, track_times=False)
+
+
+def _coordinates(cells: Array, size: int) -> Array:
+    return np.stack((cells // size, cells % size), -1).astype(np.int32)
+
+
+def _after(world: World, task: int, cells: Array, actions: Array) -> Array:
+    """The cell each step leads to."""
+    return world.moves_CA.numpy()[cells, world.meaning_KA.numpy()[task][actions]]
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """How an HDF5 file was made; empty for one of another program."""
+    import h5py
+
+    try:
+        with h5py.File(path) as file:
+            told: Any = json.loads(str(file.attrs.get(SETTINGS, "{}")))
+    except FileNotFoundError:
+        raise NotFoundError("there is no such file", where=str(path), hint="lockstep collect ad") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _damaged(path, f"not a readable HDF5 file: {error}") from error
+    return told if isinstance(told, dict) else {}
+
+
+def import_hdf5(path: Path, table: Path, world: World) -> Note:
+    """The table of a file of the documented form, tasks in the order of their numbers; refused unless it is sound."""
+    import h5py
+
+    settings = settings_of(path)
+    with rundir.replacing(table) as temporary, temporary.open("xb") as out:
+        try:
+            with h5py.File(path) as file:
+                tasks = sorted(int(name) for name in map(str, file) if name.isdecimal() and str(int(name)) == name)
+                if not tasks:
+                    raise _damaged(path, "no histories in it: groups 0, 1, ... are missing")
+                if tasks[-1] >= world.tasks:
+                    rules = f"{world.name} of {world.size} x {world.size} cells has {world.tasks}"
+                    raise _damaged(path, f"task {tasks[-1]}, and {rules}", "data.env and data.grid_size as it was made")
+                written: TableFile | None = None
+                for place, task in enumerate(tasks):
+                    rows = _checked(_Group(file[str(task)], path, task), world)
+                    written = written or TableFile.begin(out, (len(tasks), *rows.shape[1:]))
+                    if rows.shape[1:] != written.shape[1:]:
+                        streams, steps = rows.shape[1:]
+                        usual = f"{written.shape[1]} x {written.shape[2]}, as those before"
+                        raise _damaged(path, f"task {task}: {streams} streams x {steps} steps, not {usual}")
+                    written.put(place * rows.shape[1], rows)
+        except (OSError, RuntimeError, KeyError) as error:
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                raise rundir.io_error(error, table, doing="writing the table of histories") from error
+            raise _damaged(path, f"cannot be read: {error}") from error
+    return Note(settings, world_settings(world), tuple(tasks))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The datasets of one task, as they lie in a file."""
+
+    group: Any
+    path: Path
+    task: int
+
+    def column(self, name: str, *, limit: int, dimensions: int = 2) -> Array:
+        """Whole numbers from 0 to below a limit, (steps, streams, ...)."""
+        if name not in self.group:
+            raise _damaged(self.path, f"task {self.task} has no {name!r}")
+        found: Array = np.asarray(self.group[name][()])
+        if found.ndim != dimensions or not found.size or found.dtype.kind not in "biuf":
+            raise _damaged(self.path, f"task {self.task}: {name} is {found.dtype} {found.shape}")
+        low, high = found.min(), found.max()
+        if not (low >= 0 and high < limit) or (found.dtype.kind == "f" and (found % 1).any()):
+            what = f"whole numbers from 0 to {limit - 1}"
+            raise _damaged(self.path, f"task {self.task}: {name} from {low} to {high}, which should be {what}")
+        return found.astype(np.uint8)
+
+
+def _checked(group: _Group, world: World) -> Array:
+    """(3, streams, steps) of a task, if it happened in this world."""
+    states = group.column("states", limit=world.size, dimensions=3)
+    actions, rewards = group.column("actions", limit=world.actions), group.column("rewards", limit=2)
+    if states.shape[2] != 2 or not states.shape[:2] == actions.shape == rewards.shape:
+        shapes = f"states {states.shape}, actions {actions.shape}, rewards {rewards.shape}"
+        raise _damaged(group.path, f"task {group.task}: {shapes} do not belong together")
+    cells = states[..., 0] * np.uint8(world.size) + states[..., 1]
+    after = _after(world, group.task, cells, actions)
+    expected = np.concatenate((np.full_like(after[:1], world.start % world.cells), after[:-1]))
+    expected[:: world.horizon] = world.start % world.cells
+    wrong = expected != cells
+    if world.phases == 1:
+        wrong |= rewards != (after == int(world.targets_KP[group.task, 0]))
+    if wrong.any():
+        step, stream = (int(place[0]) for place in np.nonzero(wrong))
+        rules = f"{world.name}, {world.size} x {world.size} cells, {world.horizon} steps an episode"
+        what = f"task {group.task}, stream {stream}, step {step} does not follow the rules of {rules}"
+        raise _damaged(group.path, what, "data.env, data.grid_size and data.horizon as it was made")
+    return np.stack((cells.T, actions.T, rewards.T))
+
+
+def _damaged(path: Path, what: str, hint: str = "") -> DataError:
+    return DataError(what, where=str(path), hint=hint or "another file, or lockstep collect ad ... --overwrite")
+
+
+def check_values(steps: Array, world: World, path: Path) -> None:
+    """Refuse a table with what cannot be in this world: (3, ...)."""
+    for name, column, limit in zip(COLUMNS, steps, (world.cells, world.actions, 2), strict=True):
+        if math.prod(column.shape) and (found := int(column.max())) >= limit:
+            hint = f"rm {path}: it is made again from the .hdf5 file"
+            raise DataError(
+                f"damaged: {found} among the {name}, of which there are {limit}", where=str(path), hint=hint
+            )
+
+
+def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """Each setting in which two collections differ, in the words of the configuration."""
+    old, new = dict(_flat(there)), dict(_flat(json.loads(json.dumps(asked))))
+    return [f"{WORDS.get(name, name)} is {old.get(name)!r}, not {new.get(name)!r}"
+            for name in new | old if old.get(name) != new.get(name)]  # fmt: skip
+
+
+WORDS = {
+    "world.name": "env", "world.size": "grid_size", "world.horizon": "horizon", "learner.name": "alg",
+    "learner.batch_size": "source_batch_size", "learner.noise": "source_noise", "learner.region": "n_steps",
+    "streams": "n_stream", "seed": "alg_seed",
+}  # fmt: skip
+
+
+def _flat(tree: dict[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value

@@ -1,0 +1,320 @@
+"""Measuring a trained agent: `lockstep eval` of a run lets it loose in the tasks it has not seen, and writes it down.
+
+Files: `eval_result.npy`, the mean return of the walks as float64 (goals, episodes), and a picture beside it; of one
+goal alone `eval_result_goal<k>`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep import rundir
+from lockstep.config.load import from_dict
+from lockstep.data.histories import file_of, read_note
+from lockstep.data.loader import validation_batches
+from lockstep.data.options import HistoryOptions
+from lockstep.engine import histories, legacy
+from lockstep.engine.build import make_objective
+from lockstep.engine.evaluate import Judge, evaluate
+from lockstep.engine.inference import LoadedModel, bare_model, fill, load_model
+from lockstep.engine.prepare import Prepared, prepare
+from lockstep.engine.unseen import TEMPERATURE, Outcome, best, check_context, describe, mean_and_spread, unseen_tasks
+from lockstep.engine.walks import Journey, Returns, walk, whole_agent
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.models import shapes
+from lockstep.models.agent import Agent
+from lockstep.report import returns as pictures
+from lockstep.report.console import Bar
+from lockstep.report.logs import is_terminal
+from lockstep.runtime.hardware import pick_device
+from lockstep.runtime.marks import Marks, NoMarks
+from lockstep.runtime.precision import Precision, resolve
+from lockstep.worlds.table import World
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+
+EPISODES, REPEATS = 100, 4
+LISTED = 24  # goals; of more only some have a line of their own
+RESULT = "eval_result"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the histories of a run say about its unseen tasks: how their learner did, and how well it is foreseen."""
+
+    curves: Returns  # (tasks, episodes)
+    measures: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How an agent did in its unseen tasks."""
+
+    checkpoint: Path
+    world: World
+    goals: tuple[int, ...]  # all unseen tasks
+    chosen: tuple[int, ...]  # the places among them that were walked in
+    outcome: Outcome
+    temperature: float
+    max_reward: float
+    source: Source | None
+    missing: str  # why there is no source
+    files: tuple[Path, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [describe(self.world, task) for task in self.goals]
+
+    def fields(self) -> dict[str, Any]:
+        """For programs."""
+        mean, spread = mean_and_spread(self.outcome.returns)
+        told: dict[str, Any] = {
+            "checkpoint": str(self.checkpoint),
+            "world": self.world.name,
+            "temperature": self.temperature,
+            "max_reward": self.max_reward,
+            "overall_mean_reward": mean,
+            "std_deviation": spread,
+            "share_of_optimum": mean / float(self.outcome.optimum.mean()),
+            **self.outcome.fields(),
+            "goals": [
+                {
+                    "goal_idx": place,
+                    "task": self.goals[place],
+                    "name": self.names[place],
+                    "mean_reward": float(self.outcome.returns[row].mean()),
+                    "last_return": float(self.outcome.ends[row]),
+                    "optimum": int(self.outcome.optimum[row]),
+                }
+                for row, place in enumerate(self.chosen)
+            ],
+            "files": [str(path) for path in self.files],
+        }
+        if self.source:
+            told |= {f"val_{name}": value for name, value in self.source.measures.items()}
+            told["source_curve"] = self.source.curves.mean(0).tolist()
+        return told
+
+    def lines(self) -> list[str]:
+        """For people; the documented lines among them."""
+        outcome, names = self.outcome, self.names
+        (mean, spread), best_mean = mean_and_spread(outcome.returns), float(outcome.optimum.mean())
+        _, repeats, episodes = outcome.returns.shape
+        width = max(len(name) for name in names[:LISTED])
+        rows = [
+            f"  {place:>3}: {names[place]:<{width}}  {outcome.returns[row].mean():6.2f} of {outcome.optimum[row]:>2} "
+            f"({_share(outcome.returns[row].mean(), outcome.optimum[row])}), "
+            f"{outcome.per_task[row, 0]:.2f} → {outcome.ends[row]:.2f}"
+            for row, place in enumerate(self.chosen)
+        ]
+        walks = f"{repeats} walk{'s' * (repeats > 1)} of {episodes} episodes in each, temperature {self.temperature:g}"
+        last, tasks = f"last {outcome.last_episodes}", "task" if len(self.chosen) == 1 else "tasks"
+        return [
+            f"{self.checkpoint}: {len(self.chosen)} unseen {tasks} of {self.world.name}, {walks}",
+            f"Available test goals ({len(names)} total):",
+            *_some([f"  {place:>3}: {name}" for place, name in enumerate(names)]),
+            f"Mean reward per environment: (of its optimum, first episode → {last})",
+            *_some(rows),
+            f"Overall mean reward: {mean:.4f}",
+            f"Std deviation: {spread:.4f}",
+            f"Optimum: {best_mean:.4f}, reached {_share(mean, best_mean)} (max_reward {self.max_reward:g})",
+            f"First episode: {outcome.curve[0]:.4f}, {last} episodes: {float(outcome.ends.mean()):.4f} "
+            f"({_share(float(outcome.ends.mean()), best_mean)})",
+            *self._lines_of_source(),
+            *(f"Saved to {path}" for path in self.files),
+        ]
+
+    def _lines_of_source(self) -> list[str]:
+        if self.source is None:
+            return [f"Source learner: unknown, {self.missing}"]
+        curve = self.source.curves.mean(0)
+        ends = f"{curve[0]:.4f} → {curve[-1]:.4f} in {len(curve)} episodes" if len(curve) else "no whole episode"
+        told = [(name, value) for name, value in self.source.measures.items() if name != "loss"]  # loss_action it is
+        measures = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in told)
+        return [f"Source learner: {ends}", f"Its actions in unseen tasks: {measures}"]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "n/a"
+
+
+def _some(lines: list[str]) -> list[str]:
+    left = len(lines) - LISTED
+    return lines if left <= 0 else [*lines[:LISTED], f"  ... and {left} more (--json, --goal-idx)"]
+
+
+def evaluate_run(  # noqa: PLR0913 - how to walk, by name
+    path: Path,
+    *,
+    episodes: int = EPISODES,
+    repeats: int = REPEATS,
+    temperature: float = TEMPERATURE,
+    seed: int = 0,
+    goal_idx: int | None = None,
+    folder: Path | None = None,
+    device: str = "auto",
+) -> Evaluation:
+    """`lockstep eval RUN` of an agent, all unseen goals or one of them; its files go to `folder`, if that is said."""
+    loaded = load_agent(path, device=device)
+    config, data = loaded.config, loaded.config.data
+    assert isinstance(data, HistoryOptions)
+    world, goals = unseen_tasks(config)
+    chosen = tuple(range(len(goals))) if goal_idx is None else (checked_goal(goal_idx, goals),)
+    tasks = tuple(goals[place] for place in chosen)
+    length = config.training.context_length
+    journey = Journey(world, tasks, episodes, repeats, context_length=length, seed=seed, temperature=temperature)
+    agent, precision = at_rest(loaded)
+    with _progress(journey.signs(precision.device)) as link:
+        outcome = Outcome(tasks, walk(agent, journey, precision, link=link), best(world, tasks))
+    source, missing = _source(loaded, precision, tasks)
+    stem = RESULT if goal_idx is None else f"{RESULT}_goal{goal_idx}"
+    files = tuple(folder / f"{stem}{suffix}" for suffix in (".npy", ".png")) if folder else ()
+    found = Evaluation(
+        loaded.checkpoint, world, goals, chosen, outcome, temperature, data.max_reward, source, missing, files
+    )
+    return _written(found) if files else found
+
+
+@contextlib.contextmanager
+def _progress(signs: int) -> Generator[Marks]:
+    """Who is told of each step: a bar, where somebody waits at a terminal."""
+    try:
+        bar = Bar(sys.stderr, signs, counted=False, label="Walking") if is_terminal(sys.stderr) else None
+    except ImportError:
+        bar = None
+    if bar is None:
+        yield NoMarks()
+        return
+    try:
+        yield Steps(bar)
+    finally:
+        bar.close()
+
+
+class Steps:
+    """Marks that move a bar on."""
+
+    def __init__(self, bar: Bar) -> None:
+        self.bar, self.done = bar, 0
+
+    def enter(self, section: str, step: int = -1) -> None:
+        del section, step
+        self.done += 1
+        self.bar.update(self.done, "")
+
+    def busy(self, step: int, seconds: float) -> None: ...
+
+
+def load_agent(path: Path, *, device: str = "auto") -> LoadedModel:
+    """The agent of a run, of a checkpoint or of a documented ckpt-<step>.pt; a model that is none is refused."""
+    loaded = _of_file(path, device) if path.suffix == ".pt" else load_model(path, device=device)
+    if not isinstance(loaded.model, Agent):
+        raise ConfigError("this run is not of an agent (family ad)", where=str(path), hint="a run of lockstep train ad")
+    check_context(loaded.config, unseen_tasks(loaded.config)[0], loaded.model)
+    return loaded
+
+
+def _of_file(path: Path, device: str) -> LoadedModel:
+    """Such a file of ours says what it belongs to."""
+    content: Any = legacy.load(path)
+    try:
+        about, weights = content[legacy.EXTRA_KEY]["about"], content["model"]
+        config, shape = from_dict(about["config"]), shapes.from_hf(about["shape"])
+        model = bare_model(config, shape, pick_device(device, 0), documents_apart=False)
+        fill(model, weights)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        what = f"does not say which agent it is of: {error!r}"
+        raise DataError(what, where=str(path), hint="the run folder, or a file that lockstep has written") from error
+    return LoadedModel(model.eval(), config, shape, path, about)
+
+
+def at_rest(loaded: LoadedModel) -> tuple[Agent, Precision]:
+    """The agent as it walks, with the precision it was trained in."""
+    assert isinstance(loaded.model, Agent)
+    device = next(loaded.model.parameters()).device
+    named = loaded.config.training.precision
+    return whole_agent(loaded.model), Precision(resolve(named if named != "fp64" else "fp32", device), device)
+
+
+def checked_goal(goal_idx: int, goals: tuple[int, ...]) -> int:
+    """One of the unseen goals, by its place among them."""
+    if not 0 <= goal_idx < len(goals):
+        what = f"there are {len(goals)} test goals, and {goal_idx} is none of them"
+        raise ConfigError(what, where="--goal-idx", hint=f"0 to {len(goals) - 1}")
+    return goal_idx
+
+
+def _source(loaded: LoadedModel, precision: Precision, tasks: tuple[int, ...]) -> tuple[Source | None, str]:
+    """What can be said from the histories of some tasks, and if nothing, why. They are not collected for that."""
+    config, about = loaded.config, loaded.about
+    only_there = config.data.model_copy(update={"collect": False})
+    objective = make_objective(config)
+    try:
+        prepared = prepare(
+            config.model_copy(update={"data": only_there}), objective, vocab_limit=loaded.shape.vocab_size
+        )
+        curves = _curves(config, prepared, tasks)
+    except LockstepError as error:
+        return None, f"{error.what} ({error.where})"
+    if prepared.key != about["data_key"]:
+        return None, "the histories are not those this run has learnt from"
+    return Source(curves, _measures(loaded, prepared, precision, int(about["batch_rows"]))), ""
+
+
+def _curves(config: RunConfig, prepared: Prepared, tasks: tuple[int, ...]) -> Returns:
+    """(tasks, episodes): what the episodes of the source learners of each task paid, the mean of all of them."""
+    assert prepared.histories is not None
+    assert isinstance(config.data, HistoryOptions)
+    file, horizon = file_of(config.data, "hdf5"), prepared.histories.horizon
+    note = read_note(file)
+    if note is None or not set(tasks) <= set(note.tasks):
+        raise DataError("no histories of these tasks", where=str(file))
+    rewards = prepared.histories.steps[2]  # of one task after the other
+    whole = rewards.shape[1] // horizon
+    episodes = rewards[:, : whole * horizon].reshape(len(note.tasks), -1, whole, horizon).sum(-1, dtype=np.int64)
+    return episodes.mean(1)[[note.tasks.index(task) for task in tasks]]
+
+
+def _measures(loaded: LoadedModel, prepared: Prepared, precision: Precision, batch_rows: int) -> Mapping[str, float]:
+    """The validation of the run once more: the same rows and windows."""
+    config = loaded.config
+    objective = histories.with_histories(make_objective(config), prepared, config, loaded.shape)
+    batches = validation_batches(
+        prepared.validation,
+        objective,
+        micro_rows=config.training.batch_size,
+        rows=config.training.eval_batches * batch_rows,
+        seed=config.system.seed,
+    )
+    measures = dict(evaluate(Judge(loaded.model, objective, precision), batches))
+    loaded.model.eval()
+    return measures
+
+
+def _written(found: Evaluation) -> Evaluation:
+    """The same, its files written; without the package that draws there is no picture."""
+    table, image = found.files
+    names = [found.names[place] for place in found.chosen]
+    taught = found.source.curves if found.source else None
+    title = f"{found.world.name}: returns in unseen tasks, {found.outcome.returns.shape[1]} walks in each"
+    try:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        with rundir.replacing(table) as temporary, temporary.open("xb") as file:
+            np.save(file, found.outcome.per_task)
+        drawn = pictures.picture(
+            found.outcome.returns, optimum=found.outcome.optimum, names=names, source=taught, title=title
+        )
+        if drawn:
+            rundir.write_bytes(image, drawn)
+            return found
+    except OSError as error:
+        raise rundir.io_error(error, table, doing="writing the evaluation") from error
+    return Evaluation(**{**found.__dict__, "files": (table,)})

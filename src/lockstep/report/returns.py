@@ -1,0 +1,97 @@
+"""The returns of an agent over episodes in tasks it has not seen, as a picture: beside its teacher and the optimum."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+AGENT, WALKS, SOURCE, INK, FAINT = "#2563eb", "#93c5fd", "#ea580c", "#1f2937", "#d1d5db"
+MOST_PANELS = 16  # more tasks are one panel of their mean
+COLUMNS = 4
+INCHES, DOTS_PER_INCH = (3.1, 2.3), 120  # of one panel
+
+Numbers = np.ndarray[Any, Any]
+
+
+def picture(
+    returns: Numbers,
+    *,
+    optimum: Numbers,
+    names: Sequence[str],
+    source: Numbers | None,
+    title: str,
+) -> bytes | None:
+    """The PNG of returns (tasks, repeats, episodes): the mean, then each task; None where the package is missing.
+
+    `optimum` (tasks,), `source` (tasks, episodes) of the learner it was distilled from, as far as that is known.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        log.info("no picture of the returns: the package matplotlib is missing (pip install matplotlib)")
+        return None
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of fonts
+    tasks = len(names) if 1 < len(names) <= MOST_PANELS else 0
+    panels = tasks + 1
+    columns = min(COLUMNS, math.ceil(math.sqrt(panels)))
+    rows = math.ceil(panels / columns)
+    size = (max(2, columns) * INCHES[0], rows * INCHES[1] + 1.1)
+    figure: Any = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    heading = names[0] if len(names) == 1 else f"mean of {len(names)} tasks"
+    taught = None if source is None else source.mean(0)
+    spread = returns.mean(1) if len(names) > 1 else returns[0]
+    _panel(grid[0], heading, returns.mean((0, 1)), spread, float(optimum.mean()), taught)
+    for place in range(tasks):
+        taught = None if source is None else source[place]
+        _panel(grid[place + 1], names[place], returns[place].mean(0), returns[place], float(optimum[place]), taught)
+    for axes in grid[panels:]:
+        axes.set_visible(False)
+    grid[0].set_ylim(0, 1.05 * max(float(optimum.max()), 1.0))
+    for place, axes in enumerate(grid[:panels]):
+        _label(axes, first=place % columns == 0, lowest=place + columns >= panels)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=max(2, columns), fontsize=9, frameon=False, labelcolor=INK
+    )
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=INK)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
+
+
+def _panel(axes: Any, heading: str, mean: Numbers, each: Numbers, optimum: float, source: Numbers | None) -> None:
+    """One curve with its spread (rows, episodes)."""
+    episodes = np.arange(1, len(mean) + 1)
+    low, high = each.min(0), each.max(0)
+    if len(each) > 1:
+        axes.fill_between(episodes, low, high, color=WALKS, alpha=0.4, linewidth=0, label="lowest to highest")
+    dot = "o" if len(mean) == 1 else None
+    axes.plot(episodes, mean, color=AGENT, linewidth=1.8, marker=dot, label="agent, no weight changed")
+    if source is not None and len(source):
+        axes.plot(np.arange(1, len(source) + 1), source, color=SOURCE, linewidth=1.3, label="source learner")
+    axes.axhline(optimum, color=INK, linewidth=1, linestyle=":", label="optimum")
+    title = f"{heading}: {mean.mean():.1f} of {round(optimum, 2):g}"
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.set_xlim(*((1, len(mean)) if len(mean) > 1 else (0.5, 1.5)))
+
+
+def _label(axes: Any, *, first: bool, lowest: bool) -> None:
+    axes.grid(visible=True, color=FAINT, linewidth=0.6, alpha=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=8, labelbottom=lowest)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if first:
+        axes.set_ylabel("return", fontsize=8, color=INK)
+    if lowest:
+        axes.set_xlabel("episode", fontsize=8, color=INK)

@@ -1,0 +1,202 @@
+"""The words of each verb: its arguments and flags. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from lockstep.arguments import Parser, Setting, real, understand, whole
+
+SCRIPTS = ("slurm", "torchrun", "accelerate", "k8s")
+
+
+def parse(
+    verb: str, about: str, words: Sequence[str], setting_words: Callable[[], set[str]]
+) -> tuple[argparse.Namespace, list[Setting]]:
+    """The words after a verb, understood: its own arguments, and settings."""
+    parser = Parser(verb, about)
+    ARGUMENTS[verb](parser)
+    return understand(parser, words, setting_words)
+
+
+def _configuration(parser: Parser, *, needed: bool = True) -> None:
+    parser.add_argument(
+        "family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama, mlm, llada or ad"
+    )
+    parser.add_argument("what", metavar="PRESET|FILE", nargs="?", help="a preset (lockstep config list) or a file")
+    parser.flag("--preset", "settings to start from", metavar="NAME")
+    parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
+    parser.flag("--debug", "the debug preset, or debug output for another one; full tracebacks")
+    parser.flag("--dry-run", "show the resolved configuration and sizes, and stop")
+    parser.add_shorts()
+
+
+def _train(parser: Parser) -> None:
+    _configuration(parser)
+    parser.add_launch()
+
+
+def _resume(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder, its name, latest, or one checkpoint of it")
+    parser.flag("--debug", "full tracebacks")
+    parser.add_shorts()
+    parser.add_launch()
+
+
+def _prepare(parser: Parser) -> None:
+    _configuration(parser, needed=False)
+    group = parser.add_mutually_exclusive_group()
+    parser.flag("--list", "show the prepared datasets", group=group)
+    parser.flag("--verify", "check every byte of them", group=group)
+    parser.flag("--clean", "remove them", group=group)
+    parser.flag("--to", "llada: also write train_data.npy, val_data.npy, metadata.json", metavar="DIR", group=group)
+
+
+def _collect(parser: Parser) -> None:
+    _configuration(parser)
+    parser.flag("--overwrite", "also where there are some, of these settings or others")
+
+
+def _sample(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="what the model continues, or a text with [MASK]s to fill"
+    )
+    parser.flag("--tokens", "how many at most (64; a [MASK] is one)", metavar="N", type=whole(1))
+    parser.flag(
+        "--temperature", "0 is greedy (0.8; for [MASK]s and answers 0, for agents 0.5)", metavar="T", type=real(0, 100)
+    )
+    parser.flag("--top-k", "draw from the K likeliest, 0 from all (50)", metavar="K", type=whole(0))
+    parser.flag("--seed", "another seed, another text or walk (0)", metavar="N", type=whole(0))
+    group = parser.add_argument_group("masked diffusion (family llada)")
+    parser.flag("--steps", "forward passes (one for each token)", metavar="N", type=whole(1), group=group)
+    parser.flag("--block-length", "tokens filled before the next ones (all)", metavar="N", type=whole(1), group=group)
+    parser.flag("--remasking", "what stays hidden: low_confidence, or random (for a text that goes on)", metavar="HOW",
+                choices=("low_confidence", "random"), group=group)  # fmt: skip
+    parser.flag("--cfg-scale", "how much more the prompt counts (0)", metavar="S", type=real(-1, 100), group=group)
+    parser.flag("--threshold", "keep all that are as sure, in fewer passes", metavar="P", type=real(0, 1), group=group)
+    parser.flag("--no-eos", "never end the text", group=group)
+    parser.flag("--delay-eos", "end only where nothing else is left", group=group)
+    group = parser.add_argument_group("agents (family ad), which walk and need no PROMPT")
+    parser.flag("--goal-idx", "in which unseen task (0)", metavar="N", type=whole(0), group=group)
+    parser.flag("--episodes", "how many one after another (20)", metavar="N", type=whole(1), group=group)
+
+
+def _eval(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
+    parser.flag("--json", "as JSON")
+    group = parser.add_argument_group("a test on labelled text, beside random first weights")
+    parser.flag("--labels", ".jsonl, .json, .csv or .parquet file of texts and labels", metavar="FILE", group=group)
+    parser.flag("--text-column", "field of the text (text)", metavar="NAME", group=group)
+    parser.flag("--label-column", "field of the label (label)", metavar="NAME", default="label", group=group)
+    parser.flag("--method", "probe or finetune (probe)", metavar="HOW", default="probe",
+                choices=("probe", "finetune"), group=group)  # fmt: skip
+    parser.flag("--seeds", "how often (3)", metavar="N", type=whole(1), default=3, group=group)
+    parser.flag("--max-samples", "texts used at most (all)", metavar="N", type=whole(1), group=group)
+    parser.flag("--epochs", "of fine-tuning (3)", metavar="N", type=whole(1), default=3, group=group)
+    parser.flag("--lr", "of fine-tuning (by the model's width)", metavar="RATE", type=real(1e-9, 1), group=group)
+    group = parser.add_argument_group("how likely an answer is (family llada)")
+    parser.flag("--answer", "the text that is scored", metavar="TEXT", group=group)
+    parser.flag("--prompt", "what stands before it (nothing)", metavar="TEXT", group=group)
+    parser.flag("--samples", "ways to hide it (128)", metavar="N", type=whole(1), group=group)
+    parser.flag("--cfg-scale", "how much more the prompt counts (0)", metavar="S", type=real(-1, 100), group=group)
+    group = parser.add_argument_group("walks of an agent in its unseen tasks (family ad)")
+    parser.flag("--goal-idx", "in one of them only (all)", metavar="N", type=whole(0), group=group)
+    parser.flag("--episodes", "one after another in each walk (100)", metavar="N", type=whole(1), group=group)
+    parser.flag("--repeats", "walks in each task (4)", metavar="N", type=whole(1), group=group)
+    parser.flag(
+        "--temperature", "of the choice of actions, 0 is greedy (0.5)", metavar="T", type=real(0, 100), group=group
+    )
+    parser.flag("--seed", "another seed, other walks (0)", metavar="N", type=whole(0), group=group)
+
+
+def _export(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="where to write (RUN/hf, RUN/peft)")
+    parser.flag("--to", "form: hf (transformers), or peft (a LoRA run's adapter)", metavar="FORM",
+                choices=["hf", "peft"], required=True)  # fmt: skip
+    parser.flag("--dtype", "fp32, bf16 or fp16 (fp32)", metavar="TYPE", default="fp32")
+
+
+def _status(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run, its name, or latest (all runs)")
+
+
+def _logs(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, or latest")
+    parser.flag("--gpu", "only this worker's", metavar="N", type=whole(0))
+    parser.flag("--lines", "only the last N of each (50; 0: all)", metavar="N", type=whole(0), default=50)
+    parser.flag("--follow", "go on until the run ends")
+
+
+def _stop(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run, its name, or latest")
+    parser.flag(
+        "--timeout", "seconds to wait for it to save and end (600)", metavar="S", type=real(0, 1e7), default=600.0
+    )
+
+
+def _doctor(parser: Parser) -> None:
+    parser.flag("--json", "as JSON")
+    parser.flag("--network", "also ask whether the hub answers")
+
+
+def _script(parser: Parser) -> None:
+    parser.add_argument("kind", metavar="KIND", choices=SCRIPTS, help=", ".join(SCRIPTS))
+    _configuration(parser)
+    parser.flag("--nodes", "machines (1)", metavar="N", type=whole(1), default=1)
+    parser.flag("--time", "time limit of the job (24:00:00)", metavar="TIME", default="24:00:00")
+
+
+def _presets(parser: Parser) -> None:
+    parser.flag("--family", "whose presets (all)", metavar="FAMILY")
+
+
+def _show(parser: Parser) -> None:
+    _configuration(parser)
+    parser.flag("--json", "as a file that can be loaded again")
+    parser.flag("--set", "only what differs from the defaults")
+
+
+def _explain(parser: Parser) -> None:
+    parser.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or nothing for all")
+    parser.flag("--family", "whose settings (llama)", metavar="FAMILY", default="llama")
+
+
+def _validate(parser: Parser) -> None:
+    parser.add_argument("file", metavar="FILE")
+    parser.flag("--family", "whose settings (llama)", metavar="FAMILY", default="llama")
+    parser.flag("--preset", "settings to start from (production)", metavar="NAME")
+    parser.add_shorts()
+
+
+def _schema(parser: Parser) -> None:
+    parser.add_argument("family", metavar="FAMILY", nargs="?", default="llama")
+
+
+def _init(parser: Parser) -> None:
+    parser.add_argument("family", metavar="FAMILY")
+    parser.add_argument("folder", metavar="DIR", nargs="?", default=".")
+
+
+ARGUMENTS: dict[str, Callable[[Parser], None]] = {
+    "train": _train,
+    "resume": _resume,
+    "prepare": _prepare,
+    "collect": _collect,
+    "status": _status,
+    "logs": _logs,
+    "stop": _stop,
+    "doctor": _doctor,
+    "script": _script,
+    "sample": _sample,
+    "eval": _eval,
+    "export": _export,
+    "config list": _presets,
+    "config show": _show,
+    "config explain": _explain,
+    "config validate": _validate,
+    "config schema": _schema,
+    "init": _init,
+    "families": lambda _: None,  # takes nothing
+}
