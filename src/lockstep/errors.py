@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -73,6 +76,8 @@ class NonFiniteError(LockstepError):
     """The loss, a gradient or a weight is NaN or Inf."""
 
     exit_code = ExitCode.NON_FINITE
+    kept = False  # whether the state before the step is saved already
+    finding: Mapping[str, Any] = MappingProxyType({})  # where it began, as health/finding.py has it
 
 
 class MemoryShortageError(LockstepError):

@@ -192,6 +192,8 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         saves=group is everyone or everyone.rank == 0,
         epochs=passes,
         vocabulary=vocabulary_map(prepared) if config.report.results_dir else {},
+        words=prepared.words,
+        evidence_dir=run.worker(env.detect().tag, env.detect().node),
         trace_file=run.profile if config.report.profile and everyone.rank == 0 else None,
     )
     return Assembled(parts, prepared, built, loader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ def end_badly(
         logger.warning("Training %s%s", "interrupted by user" if by_user else str(error).splitlines()[0], label)
         logger.warning("Training ended at step %s%s", record["step"] or 0, label)
     together = alone or isinstance(error, NonFiniteError)  # what strikes every worker at once: all are here to save
+    if getattr(error, "kept", False):
+        return
     if parts and together and not stopped and not parts.stepper.updating and isinstance(error, Exception):
         _attempt("the last save", loop.save, parts, "error")
 
@@ -113,6 +115,20 @@ def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[
         "trace": [] if isinstance(error, Stopped) else [env.redact(line) for line in trace],
         "secondary": getattr(error, "secondary", False),
         "next": error.hint if isinstance(error, LockstepError) else "",
+        **(_found(error.finding) if isinstance(error, NonFiniteError) and error.finding else {}),
+    }
+
+
+def _found(finding: Mapping[str, Any]) -> dict[str, Any]:
+    """What a failure record says of a number that was not finite."""
+    place = finding.get("place") or {}
+    names = ("module", "operation", "line", "phase")
+    return {name: place[name] for name in names if place.get(name)} | {
+        "finding": finding["kind"],
+        "ranks": finding["ranks"],
+        "rows": finding["row_ids"],
+        "reproduced": finding["reproduced"],
+        "bundle": finding["files"].get("bundle", ""),
     }
 
 

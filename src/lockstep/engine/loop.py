@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lockstep.contracts import StepRecord
+from lockstep.contracts import Batch, StepRecord
+from lockstep.engine.judge import judge
 from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, walk, walks_after, write_results
 from lockstep.engine.parts import Parts
 from lockstep.engine.state import digest
-from lockstep.engine.step import Pending, Reading
+from lockstep.engine.step import Pending
 from lockstep.engine.timing import Clock, profiling
-from lockstep.errors import NonFiniteError
 from lockstep.runtime.hardware import peak_memory_bytes
 
 logger = logging.getLogger(__name__)
-
-MAX_OVERFLOWS_IN_A_ROW = 20
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,10 @@ class Launched:
 
     step: int
     tokens: int  # of all ranks
-    targets: int  # of all ranks: what its loss is a mean over
+    weights: Mapping[str, int]  # of all ranks: what its loss is a mean over
     pending: Pending
     host_seconds: float  # without waiting for other ranks
+    batches: Sequence[Batch]  # of this rank, kept until the step is judged
 
 
 def run(parts: Parts) -> None:
@@ -74,6 +73,8 @@ def launch(parts: Parts, step: int) -> Launched:
     if due(step, parts.config.system.empty_cache_interval) and parts.device.type == "cuda":
         torch.cuda.empty_cache()
     batches = council.fetch(parts.batches, parts.stop)
+    if parts.faults.armed:
+        parts.faults.inputs((item for batch in batches for item in batch.tensors.items()), step)
     pending = parts.stepper.launch(step, batches)
     agreed = council.agreed
     if agreed.stop:
@@ -82,7 +83,7 @@ def launch(parts: Parts, step: int) -> Launched:
         link.enter("data")
         council.look_ahead(parts.batches, parts.stop)
     parts.pace.own = time.perf_counter() - began - parts.stepper.waited_seconds
-    return Launched(step, agreed.tokens, sum(agreed.weights.values()), pending, parts.pace.own)
+    return Launched(step, agreed.tokens, agreed.weights, pending, parts.pace.own, batches)
 
 
 def must_look(parts: Parts, step: int) -> bool:
@@ -136,7 +137,7 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     seconds = clock.lap(launched.pending)
     progress, config = parts.progress, parts.config
     if not reading.fatal:
-        delta, targets = config.training.min_delta, launched.targets
+        delta, targets = config.training.min_delta, sum(launched.weights.values())
         progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=delta, targets=targets)
     parts.pace.note(reading.loss, launched.tokens, seconds)
     digest_due = due(progress.step, config.debug.digest_interval)
@@ -158,26 +159,13 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     )
     for sink in parts.sinks:
         sink.write(parts.last)
-    judge(parts, parts.last, reading)
+    keep(parts, parts.last)
+    judge(parts, parts.last, reading, launched.batches, launched.weights)
 
 
-def judge(parts: Parts, record: StepRecord, reading: Reading) -> None:
-    """Stop the run on NaN, on Inf, and on an fp16 scale that finds no footing. All ranks come to the same end."""
-    where = f"step {record.step}"
-    if reading.fatal:
-        finite = parts.council.group.gather(math.isfinite(reading.own_loss))
-        ranks = ", ".join(str(rank) for rank, fine in enumerate(finite) if not fine)
-        whose = f" on rank {ranks}" if ranks and len(finite) > 1 else ""
-        name = "loss" if record.loss != record.loss or abs(record.loss) == float("inf") else "gradient norm"
-        value = record.loss if name == "loss" else record.grad_norm
-        raise NonFiniteError(
-            f"{name} is {value}{whose}; the weights before this step are kept",
-            where=where,
-            hint="lower training.learning_rate or model.init_std, or use --precision fp32",
-        )
-    if parts.progress.overflow_run >= MAX_OVERFLOWS_IN_A_ROW or record.loss_scale < 1:
-        raise NonFiniteError(
-            f"fp16 overflowed {parts.progress.overflow_run} times in a row (loss scale {record.loss_scale:g})",
-            where=where,
-            hint="--precision bf16 or fp32",
-        )
+def keep(parts: Parts, record: StepRecord) -> None:
+    """Remember the step, for the report should a later one go wrong."""
+    parts.history.append(
+        {"step": record.step, "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr,
+         "loss_scale": record.loss_scale}
+    )  # fmt: skip

@@ -96,23 +96,26 @@ def end_epoch(parts: Parts) -> None:
         progress.begin_epoch()
 
 
-def save(parts: Parts, name: str) -> None:
-    """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it."""
+def save(parts: Parts, name: str, *, plain: bool = False) -> None:
+    """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it.
+
+    Without a name only the checkpoint; `plain`: the same layout for every family.
+    """
     if not parts.saves:
         return
     parts.link.enter("save")
     state = capture(parts.stepper, parts.progress, parts.about)
     path = parts.checkpointer.save(parts.progress.step, state)
     parts.tell("save", step=parts.progress.step, path=str(path))
-    if parts.config.training.checkpoint_dir:
-        _export(parts, state, name)
+    if parts.config.training.checkpoint_dir and name:
+        _export(parts, state, name, plain=plain)
 
 
-def _export(parts: Parts, state: State, name: str) -> None:
+def _export(parts: Parts, state: State, name: str, *, plain: bool = False) -> None:
     """The documented .pt file of the family."""
     config, group = parts.about["config"], parts.council.group
     folder = Path(str(parts.config.training.checkpoint_dir))
-    if parts.config.family == "ad":
+    if parts.config.family == "ad" and not plain:
         path = agent_files.write(folder, parts.stepper, state, config=config, group=group)
     else:
         epoch = parts.progress.step * parts.batch_rows // parts.rows
@@ -127,7 +130,7 @@ def make_good(parts: Parts) -> None:
         return
     path = agent_files.file_of(Path(folder), parts.progress.step)
     if not parts.council.group.together(path.is_file):
-        _export(parts, capture(parts.stepper, parts.progress, parts.about), "")
+        _export(parts, capture(parts.stepper, parts.progress, parts.about), "agent")
 
 
 def write_results(parts: Parts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.config.schema import RunConfig
-from lockstep.contracts import Batch, Sink, StepRecord
+from lockstep.contracts import Batch, Sink, StepRecord, Tokenizer
 from lockstep.data.cache import Table
 from lockstep.data.stream import StreamTable
 from lockstep.engine.checkpoint import Checkpointer
@@ -24,6 +25,8 @@ from lockstep.errors import LockstepError, Stopped
 from lockstep.runtime import faults
 from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.signals import StopRequest
+
+KEPT_STEPS = 20
 
 
 @dataclass
@@ -81,6 +84,9 @@ class Parts:
     epoch_began: float = 0.0  # by the clock that only runs forward, in this process
     vocabulary: Mapping[str, int] = field(default_factory=dict[str, int])  # token -> id, for who gets the results
     pace: Pace = field(default_factory=Pace)
+    words: Tokenizer | None = None  # of rows that are text
+    evidence_dir: Path | None = None  # this worker's folder in the run, for what is kept of a bad step
+    history: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))  # the last steps
 
     @property
     def rows(self) -> int:

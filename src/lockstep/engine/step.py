@@ -20,7 +20,7 @@ from lockstep.runtime import faults
 from lockstep.runtime.determinism import reseed
 from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.precision import Precision
-from lockstep.runtime.reduce import Alone, Exchange
+from lockstep.runtime.reduce import Alone, Apart, Exchange, Reducer
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Reading:
 
     loss: float
     own_loss: float  # this rank's part of it
+    own_gradient: float  # finite if this rank's own gradients were, before they were exchanged
     grad_norm: float
     lr: float
     fatal: bool  # NaN or Inf: nothing was updated, and nothing will be
@@ -63,9 +64,9 @@ class Pending:
     def read(self) -> Reading:
         if self.ended:
             self.ended.synchronize()
-        loss, own_loss, grad_norm, lr, fatal, overflow, scale, *measures = self.values.tolist()
+        loss, own_loss, own_gradient, grad_norm, lr, fatal, overflow, scale, *measures = self.values.tolist()
         told = dict(zip(self.watched, measures, strict=True))
-        return Reading(loss, own_loss, grad_norm, lr, bool(fatal), bool(overflow), scale, told)
+        return Reading(loss, own_loss, own_gradient, grad_norm, lr, bool(fatal), bool(overflow), scale, told)
 
     def seconds(self, previous: Pending | None) -> float | None:
         """From the end of the previous step (or this one's beginning) to its end, by the GPU's clock; None: no GPU."""
@@ -148,6 +149,26 @@ class Stepper:
         self.updating = False
         return pending
 
+    def again(
+        self, step: int, batches: Sequence[Batch], weights: Mapping[str, int], *, first_place: int = -1
+    ) -> torch.Tensor:
+        """The forward and backward passes of a step once more, faults included: this rank's loss; nothing is updated.
+
+        Gradients are those of this rank alone, but for a model in shards, which has no others than those of all.
+        """
+        exchange = self.exchange
+        self.exchange = Apart(exchange) if isinstance(exchange, Reducer) else exchange
+        try:
+            if self.faults.armed:
+                self.faults.again(step)
+            loss = self.accumulate(step, batches, weights, first_place=first_place)
+            if self.faults.armed:
+                loss = self.faults.loss(loss, step)
+                self.faults.gradients(self.model.named_parameters(), step)
+            return loss
+        finally:
+            self.exchange = exchange
+
     def agree(self, batches: Sequence[Batch]) -> Mapping[str, int]:
         """The weights of the global batch."""
         if self.council.alone:
@@ -158,12 +179,15 @@ class Stepper:
         self.waited_seconds = time.perf_counter() - since
         return agreed.weights
 
-    def accumulate(self, step: int, batches: Sequence[Batch], weights: Mapping[str, int]) -> torch.Tensor:
+    def accumulate(
+        self, step: int, batches: Sequence[Batch], weights: Mapping[str, int], *, first_place: int = -1
+    ) -> torch.Tensor:
         """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of the global batch.
 
-        Noise is keyed by the micro-batch's place in the global batch, whichever rank it is on.
+        Noise is keyed by the micro-batch's place in the global batch, whichever rank it is on: by default this one.
         """
-        scaler, first_place = self.precision.scaler, self.council.group.rank * len(batches)
+        scaler = self.precision.scaler
+        first_place = first_place if first_place >= 0 else self.council.group.rank * len(batches)
         shares = {term: coefficient / max(1, weights[term]) for term, coefficient in self.objective.terms.items()}
         watched = {name: 1 / max(1, weights[term]) for name, term in self.watched.items()}
         self.exchange.zero()
@@ -207,6 +231,7 @@ class Stepper:
         scaler = self.precision.scaler
         scale = scaler.scale if scaler else self.one
         norm = self.exchange.norm(self.parameters)
+        own_gradient = self.exchange.own(norm)
         if scaler:
             norm = norm / scale
         bad = (~torch.isfinite(loss + norm)).float()
@@ -222,7 +247,7 @@ class Stepper:
             self.faults.at("optimizer", step)
         self.updating = True
         self.optimizer.step(divisor, skip)
-        values = torch.stack([loss, self.own_loss, norm, self.optimizer.lr, fatal, overflow, scale])
+        values = torch.stack([loss, self.own_loss, own_gradient, norm, self.optimizer.lr, fatal, overflow, scale])
         if self.watched:
             values = torch.cat((values, self.measures))
         if scaler:

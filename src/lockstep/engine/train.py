@@ -23,6 +23,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
 from lockstep.engine import (
     endings,
+    evidence,
     first_loss,
     fitting,
     handover,
@@ -286,6 +287,7 @@ def tidy(run: RunDir) -> None:
     for name in rundir.sweep(run.checkpoints):
         logger.info("Removed an unfinished save: %s", name)
     run.failure.unlink(missing_ok=True)
+    evidence.forget(run.root)
     owner.write(run.root, sys.argv, pid=env.launcher_pid() or None)
 
 

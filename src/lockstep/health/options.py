@@ -15,3 +15,8 @@ class DebugOptions(Section, frozen=True):
     digest_interval: int = setting(
         0, "Steps between fingerprints of all parameters in events.jsonl; 0: none.", role="cosmetic", ge=0, le=1 << 40
     )
+    bundle: Literal["full", "no_weights", "off"] = setting(
+        "full",
+        "What is kept of a step that is not finite, for `lockstep replay`; no_weights: it needs the checkpoint.",
+        role="cosmetic",
+    )

@@ -23,6 +23,7 @@ from lockstep.runtime import env
 
 TRACE_LINES = 20
 LONGEST_CAUSE = 400
+FOUND = ("module", "operation", "line", "phase", "finding", "ranks", "rows", "reproduced", "bundle")  # of NaN and Inf
 CRASH = "Fatal Python error"  # how faulthandler begins
 PLAIN_WORDS: dict[int, str] = {
     signal.SIGSEGV: "segmentation fault",
@@ -135,7 +136,7 @@ def build(
         "next": _next_command(run),
         "time": time.time(),
     }
-    told = ("step", "section", "exception", "trace", "next", "secondary")
+    told = ("step", "section", "exception", "trace", "next", "secondary", *FOUND)
     return record | {key: own[key] for key in told if own.get(key) not in (None, "", [])}
 
 

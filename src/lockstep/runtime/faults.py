@@ -37,15 +37,19 @@ KINDS: dict[str, tuple[str, ...]] = {
     "slow": ("where", "factor"),
     "oom": ("where",),
     "raise": ("where",),
-    "nan_loss": (),
-    "inf_loss": (),
-    "nan_grad": ("tensor", "index"),
-    "inf_grad": ("tensor", "index"),
+    "nan_loss": ("once",),
+    "inf_loss": ("once",),
+    "nan_grad": ("tensor", "index", "once"),
+    "inf_grad": ("tensor", "index", "once"),
     "flip_grad": ("tensor", "index", "bit", "mask"),
     "nan_weight": ("tensor", "index"),
+    "inf_weight": ("tensor", "index"),
     "flip_weight": ("tensor", "index", "bit", "mask"),
-    "nan_act": ("module", "index"),
+    "nan_act": ("module", "index", "once"),
+    "inf_act": ("module", "index", "once"),
+    "nan_input": ("tensor", "index"),
 }
+ACTIVATIONS = ("nan_act", "inf_act")
 
 
 class InjectedFault(RuntimeError):
@@ -68,6 +72,7 @@ class Fault:
     index: int | None = None  # None: every element; a flip takes element 0
     bit: int | None = None
     mask: int = 0
+    once: int = 0  # 1: when the step is run again it does not strike, as a bit that flipped by itself would not
 
     def __str__(self) -> str:
         return f"injected fault {self.kind} at step {self.step}, {self.where}"
@@ -107,6 +112,7 @@ _READ: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
     "step": (int, lambda value: value >= 0, "a whole number from 0"),
     "index": (int, lambda value: value >= 0, "a whole number from 0"),
     "bit": (int, lambda value: 0 <= value < 64, "0 to 63"),
+    "once": (int, lambda value: value in (0, 1), "0 or 1"),
     "code": (int, lambda value: 0 <= value < 256, "0 to 255"),
     "mask": (lambda value: int(value, 0), lambda value: 0 < value < 1 << 64, "a number like 0x80000001"),
     "seconds": (float, lambda value: 0 <= value < 1e9, "seconds from 0"),
@@ -135,11 +141,13 @@ class Plan:
         self._step = -1
         self._step_seconds = 0.0
         self._slept_seconds = 0.0
+        self._spent: set[Fault] = set()  # of those that strike once: what has struck in an earlier pass
+        self._struck: set[Fault] = set()
 
     @property
     def needs_hooks(self) -> bool:
         """Whether attach() registers hooks: compiled blocks skip those, so run such a plan without torch.compile."""
-        return any(fault.kind == "nan_act" for fault in self.faults)
+        return any(fault.kind in ACTIVATIONS for fault in self.faults)
 
     @property
     def spoil_gradients(self) -> bool:
@@ -149,7 +157,7 @@ class Plan:
     def attach(self, model: nn.Module) -> None:
         """Put NaN-makers behind the named modules, if any is planned."""
         for fault in self.faults:
-            if fault.kind == "nan_act":
+            if fault.kind in ACTIVATIONS:
                 leaves_first = sorted(model.named_modules(), key=lambda entry: any(entry[1].children()))
                 _pick(fault.module, dict(leaves_first), "module").register_forward_hook(self._poison(fault))
 
@@ -165,6 +173,16 @@ class Plan:
             elif fault.kind in STRIKES:
                 STRIKES[fault.kind](fault)
 
+    def again(self, step: int) -> None:
+        """The same step is run once more: what spoils numbers strikes as before, unless it strikes once."""
+        self._step = step
+        self._spent |= self._struck
+
+    def inputs(self, tensors: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
+        """Spoil what the model is given."""
+        if faults := self._due(step, kinds=("nan_input",)):
+            _spoil(faults, {name: tensor for name, tensor in tensors if tensor.is_floating_point()})
+
     def loss(self, loss: torch.Tensor, step: int) -> torch.Tensor:
         """The loss, or a bad one. Its gradient stays good: whoever looks at gradients only must not be enough."""
         for fault in self._due(step, kinds=("nan_loss", "inf_loss")):
@@ -178,25 +196,32 @@ class Plan:
 
     def weights(self, parameters: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
         """Spoil weights."""
-        if faults := self._due(step, kinds=("nan_weight", "flip_weight")):
+        if faults := self._due(step, kinds=("nan_weight", "inf_weight", "flip_weight")):
             _spoil(faults, dict(parameters))
 
     def _due(self, step: int, *, kinds: tuple[str, ...] | None = None, where: str | None = None) -> list[Fault]:
-        return [
+        due = [
             fault
             for fault in self.faults
             if (kinds is None or fault.kind in kinds)
             and (where is None or fault.where == where)
             and fault.step in (None, step)
+            and fault not in self._spent
         ]
+        if kinds is not None:
+            self._struck |= {fault for fault in due if fault.once}
+        return due
 
     def _poison(self, fault: Fault) -> Callable[[nn.Module, Any, Any], Any]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-            if fault.step not in (None, self._step):
+            if fault.step not in (None, self._step) or fault in self._spent:
                 return None
+            if fault.once:
+                self._struck.add(fault)
+            value = float("nan") if fault.kind == "nan_act" else float("inf")
             if isinstance(output, tuple):
-                return (_with_nan(output[0], fault.index or 0), *output[1:])
-            return _with_nan(output, fault.index or 0)
+                return (_with_value(output[0], fault.index or 0, value), *output[1:])
+            return _with_value(output, fault.index or 0, value)
 
         return hook
 
@@ -292,15 +317,15 @@ def flip(tensor: torch.Tensor, index: int, *, bits: int) -> None:
     element(tensor, index).view(integer).bitwise_xor_(signed)
 
 
-def _with_nan(output: torch.Tensor, index: int) -> torch.Tensor:
+def _with_value(output: torch.Tensor, index: int, value: float) -> torch.Tensor:
     spoilt = output.clone()
-    element(spoilt, index).fill_(float("nan"))
+    element(spoilt, index).fill_(value)
     return spoilt
 
 
 def _pick(name: str, table: dict[str, Any], what: str) -> Any:
     """The thing of that name, or the first one."""
-    name = name or next(iter(table))
+    name = name or next(iter(table), "")
     if name not in table:
         raise ConfigError(f"no {what} is called {name!r}", where=VARIABLE, hint=suggest(name, list(table)))
     return table[name]

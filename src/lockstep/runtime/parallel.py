@@ -96,6 +96,7 @@ class Sharded:
         self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copy", "shard")[-len(sizes) :])
         self.writes = group.rank < self.shards  # the first copy: one is enough in a checkpoint
         self.model: Any = None
+        self._own_square = torch.zeros(())
 
     def shard(self, model: nn.Module) -> None:
         """Cut the model's parameters; from here on each forward gathers a block's, uses them and lets them go."""
@@ -132,8 +133,13 @@ class Sharded:
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
         square = torch.stack(norms).double().square().sum()
+        self._own_square = square.clone()
         self.group.sum_(square)
         return (square / self.copies).sqrt().to(gradients[0].dtype)
+
+    def own(self, norm: Tensor) -> Tensor:
+        """Of the part of the gradient that lies here, which is of all ranks: theirs are never whole anywhere."""
+        return self._own_square.to(norm.dtype)
 
     def total(self, loss: Tensor) -> Tensor:
         loss = loss.clone()

@@ -43,6 +43,10 @@ class Exchange(Protocol):
         """2-norm of the whole gradient, equal on all ranks."""
         ...
 
+    def own(self, norm: Tensor) -> Tensor:
+        """Finite if this rank's own gradients were, before they were exchanged; `norm` is that of the sums."""
+        ...
+
     def total(self, loss: Tensor) -> Tensor:
         """The SUM of a small tensor over ranks, on the device."""
         ...
@@ -66,6 +70,9 @@ class Alone:
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return total_norm(parameters)
+
+    def own(self, norm: Tensor) -> Tensor:
+        return norm
 
     def total(self, loss: Tensor) -> Tensor:
         return loss
@@ -103,6 +110,7 @@ class Reducer:
         self._launching = False
         self._next = 0
         self._works: list[Work] = []
+        self._largest: list[Tensor] = []  # of each bucket before it was exchanged: tells whose gradient was bad
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._when_written(bucket))
@@ -111,6 +119,7 @@ class Reducer:
         self._launching = last and self.overlap
         if last:
             self._next = 0
+            self._largest.clear()
             for bucket in self.buckets:
                 bucket.missing = len(bucket.parameters)
 
@@ -129,6 +138,9 @@ class Reducer:
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return total_norm(parameters)
 
+    def own(self, norm: Tensor) -> Tensor:
+        return torch.stack(self._largest).sum().to(norm.dtype) if self._largest else norm
+
     def total(self, loss: Tensor) -> Tensor:
         summed = loss.detach().clone()
         self.group.sum_(summed)
@@ -145,10 +157,37 @@ class Reducer:
         return hook
 
     def _launch(self) -> None:
-        work = self.group.sum_(self.buckets[self._next].flat, async_op=True)
+        flat = self.buckets[self._next].flat
+        self._largest.append(torch.linalg.vector_norm(flat, ord=torch.inf))
+        work = self.group.sum_(flat, async_op=True)
         self._next += 1
         if work is not None:
             self._works.append(work)
+
+
+class Apart:
+    """A Reducer's gradients as each rank has made them: nothing is exchanged."""
+
+    waited_seconds = 0.0
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+
+    def before_backward(self, *, last: bool) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def zero(self) -> None:
+        self.reducer.zero()
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return total_norm(parameters)
+
+    def own(self, norm: Tensor) -> Tensor:
+        return norm
+
+    def total(self, loss: Tensor) -> Tensor:
+        return loss
 
 
 def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -1,0 +1,239 @@
+"""After a step that was not finite: the same step once more, to find where it began. Nothing is updated.
+
+The weights before the step are still there (step.py), its batches were kept, its noise is keyed by position. What does
+not happen again was no matter of mathematics: a flipped bit, a kernel that races. All ranks take part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.contracts import Batch, StepRecord
+from lockstep.data.loader import Loader
+from lockstep.engine.parts import Parts
+from lockstep.engine.step import Reading, Stepper
+from lockstep.health.finding import Finding, Place, Table, bad_tables, kind_of
+from lockstep.health.locate import Subject, locate
+from lockstep.runtime import env
+from lockstep.runtime.parallel import Sharded
+
+logger = logging.getLogger(__name__)
+
+SHOWN_CHARACTERS = 200  # of the text of a row
+MOST_ROWS = 64  # whose text is kept
+CHANGED = "the batch in memory is not the one on disk"
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step that was not finite, with what it was given."""
+
+    record: StepRecord
+    reading: Reading
+    batches: Sequence[Batch]
+    weights: Mapping[str, int]  # of the global batch
+    first_place: int = -1  # of its first micro-batch in the global batch; -1: as this rank has it
+
+    @property
+    def step(self) -> int:
+        return self.record.step
+
+
+@dataclass(frozen=True)
+class Again:
+    """What one rank sees when the step is run once more."""
+
+    loss: float
+    norm: float
+    gradients: tuple[Table, ...]
+    weights: tuple[Table, ...]
+    inputs: tuple[Table, ...]
+    place: Place | None = None
+
+    @property
+    def fine(self) -> bool:
+        bad = bool(self.gradients or self.weights or self.inputs)
+        return not bad and math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def examine(parts: Parts, bad: BadStep) -> Finding:
+    """Run the step again and say what is known. All ranks call it, and agree on whose fault it is."""
+    parts.link.enter("forward", bad.step)
+    stepper, group, reading = parts.stepper, parts.council.group, bad.reading
+    own = math.isfinite(reading.own_loss) and (math.isfinite(reading.own_gradient) or not math.isfinite(reading.loss))
+    sharded = isinstance(stepper.exchange, Sharded)
+    with scale_of(stepper, reading.loss_scale):
+        again = run_again(stepper, bad)
+        said = group.gather({"first": own, "fine": again.fine, "loss": math.isfinite(again.loss)})
+        reproduced = not all(each["fine"] for each in said)
+        place = None
+        if reproduced and (sharded or not again.fine):
+            place = find_place(stepper, bad, again)
+    found = group.gather(place is not None)
+    ranks = _guilty(said, found, sharded=sharded, reproduced=reproduced)
+    kind = _kind(reading, again, place)
+    return Finding(
+        kind=kind,
+        step=bad.step,
+        loss=reading.loss,
+        grad_norm=reading.grad_norm,
+        rank=group.rank,
+        gpu=env.detect().tag,
+        ranks=ranks,
+        reproduced=reproduced,
+        place=place,
+        gradients=again.gradients,
+        weights=again.weights,
+        inputs=again.inputs,
+        row_ids=row_ids(parts, bad.step),
+        texts=texts(parts, bad.batches),
+        history=tuple(parts.history),
+        notes=_notes(parts, bad, again),
+    )
+
+
+def run_again(stepper: Stepper, bad: BadStep) -> Again:
+    """The step as it ran, faults included, on this rank."""
+    weights = bad_tables(stepper.model.named_parameters())
+    inputs = bad_tables(named_inputs(bad.batches))
+    loss = stepper.again(bad.step, bad.batches, bad.weights, first_place=bad.first_place)
+    gradients = [(name, item.grad) for name, item in stepper.model.named_parameters() if item.grad is not None]
+    norm = 0.0 if isinstance(stepper.exchange, Sharded) else own_norm(stepper)
+    return Again(loss.item(), norm, bad_tables(gradients), weights, inputs)
+
+
+def own_norm(stepper: Stepper) -> float:
+    """Of this rank's gradients: it may overflow where none of them does."""
+    from lockstep.runtime.reduce import total_norm
+
+    return total_norm(stepper.parameters).item()
+
+
+def find_place(stepper: Stepper, bad: BadStep, again: Again) -> Place | None:
+    """Where it begins on this rank: in what it is given, in a weight, or where the model makes it."""
+    for phase, tables in (("weights", again.weights), ("input", again.inputs)):
+        if tables and not isinstance(stepper.exchange, Sharded):
+            name = tables[0].name
+            return Place(phase, name.rpartition(".")[0] or name, tensors=tables[:1])
+    subject = Subject(
+        stepper.model,
+        lambda: stepper.again(bad.step, bad.batches, bad.weights, first_place=bad.first_place),
+        inputs=named_inputs(bad.batches),
+        sharded=isinstance(stepper.exchange, Sharded),
+        beat=lambda: stepper.link.enter("forward"),
+    )
+    return locate(subject)
+
+
+def named_inputs(batches: Sequence[Batch]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of all micro-batches."""
+    return [
+        (f"batch {place} {name}", tensor)
+        for place, batch in enumerate(batches)
+        for name, tensor in batch.tensors.items()
+        if tensor.is_floating_point()
+    ]
+
+
+def row_ids(parts: Parts, step: int) -> tuple[int, ...]:
+    """Which rows of the table this rank had in a step."""
+    group, options = parts.council.group, parts.config.training
+    rows = options.batch_size * options.grad_accum_nums
+    order = parts.table.order(parts.config.system.seed)
+    return tuple(order.at(step * parts.batch_rows + group.rank * rows, rows)[0].tolist())
+
+
+def texts(parts: Parts, batches: Sequence[Batch]) -> tuple[str, ...]:
+    """What the rows say, as far as they are tokens."""
+    if parts.words is None:
+        return ()
+    rows: list[list[int]] = []
+    for batch in batches:
+        tokens = batch.tensors.get("tokens", batch.tensors.get("inputs"))
+        if tokens is not None and tokens.ndim == 2:
+            rows += tokens.tolist()
+    size = parts.words.vocab_size
+    said = (parts.words.decode([each for each in row if 0 <= each < size]) for row in rows[:MOST_ROWS])
+    return tuple(text[:SHOWN_CHARACTERS] for text in said)
+
+
+@contextlib.contextmanager
+def scale_of(stepper: Stepper, scale: float) -> Iterator[None]:
+    """The loss scale the step had; it may have moved on."""
+    scaler = stepper.precision.scaler
+    if scaler is None:
+        yield
+        return
+    before = scaler.state_dict()
+    scaler.scale.fill_(scale)
+    try:
+        yield
+    finally:
+        scaler.load_state_dict(before)
+
+
+def _guilty(
+    said: Sequence[Mapping[str, Any]], found: Sequence[bool], *, sharded: bool, reproduced: bool
+) -> tuple[int, ...]:
+    """The ranks that had it before any exchange. Of a model in shards gradients are of all: who has a place, has it."""
+    count = range(len(said))
+    if not reproduced:
+        return tuple(rank for rank in count if not said[rank]["first"])
+    lost = tuple(rank for rank in count if not said[rank]["loss"])
+    bad = lost or tuple(rank for rank in count if not said[rank]["fine"])
+    placed = tuple(rank for rank in count if found[rank])
+    return lost or placed or bad if sharded else bad
+
+
+def _kind(reading: Reading, again: Again, place: Place | None) -> str:
+    if reading.overflow and not reading.fatal:
+        return "overflow"
+    for name, tables in (("weight", again.weights), ("input", again.inputs)):
+        if tables:
+            return f"nan_{name}" if any(table.nans for table in tables) else f"inf_{name}"
+    if place and place.phase in ("weights", "input") and place.tensors:
+        name = "weight" if place.phase == "weights" else "input"
+        return f"nan_{name}" if place.tensors[0].nans else f"inf_{name}"
+    return kind_of(reading.loss, reading.grad_norm)
+
+
+def _notes(parts: Parts, bad: BadStep, again: Again) -> tuple[str, ...]:
+    notes: list[str] = []
+    if not again.gradients and math.isfinite(again.loss) and not math.isfinite(again.norm):
+        notes.append("every gradient is finite, their norm is not: it is too large for fp32")
+    if not _same(collated(parts, bad.step), bad.batches):
+        notes.append(CHANGED)
+    return tuple(notes)
+
+
+def collated(parts: Parts, step: int) -> list[Batch]:
+    """The batches of a step, made once more from the table."""
+    group, options = parts.council.group, parts.config.training
+    loader = Loader(  # without threads: there is nothing to close, and the table stays open
+        parts.table,
+        parts.stepper.objective,
+        seed=parts.config.system.seed,
+        micro_rows=options.batch_size,
+        micro_batches=options.grad_accum_nums,
+        rank=group.rank,
+        world=group.world,
+        start_step=step,
+        steps=options.max_steps,
+    )
+    return next(loader)
+
+
+def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
+    return len(one) == len(other) and all(
+        a.tensors.keys() == b.tensors.keys()
+        and all(torch.equal(torch.nan_to_num(a.tensors[key]), torch.nan_to_num(b.tensors[key])) for key in a.tensors)
+        and not any(torch.isnan(tensor).any() for tensor in b.tensors.values() if tensor.is_floating_point())
+        for a, b in zip(one, other, strict=True)
+    )

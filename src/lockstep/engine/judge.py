@@ -1,0 +1,91 @@
+"""Whether a step may count: NaN, Inf and an fp16 scale that finds no footing end the run, with a report of where."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+
+from lockstep.contracts import Batch, StepRecord
+from lockstep.engine import autopsy, evidence
+from lockstep.engine.autopsy import BadStep
+from lockstep.engine.parts import Parts
+from lockstep.engine.step import Reading
+from lockstep.errors import NonFiniteError
+from lockstep.health import words
+from lockstep.health.finding import Finding, from_json
+from lockstep.runtime import env
+from lockstep.runtime.group import is_lost_peer
+
+logger = logging.getLogger(__name__)
+
+MAX_OVERFLOWS_IN_A_ROW = 20
+
+
+def judge(
+    parts: Parts, record: StepRecord, reading: Reading, batches: Sequence[Batch], weights: Mapping[str, int]
+) -> None:
+    """Stop the run on NaN, on Inf, and on an fp16 scale that finds no footing. All ranks come to the same end."""
+    if reading.fatal:
+        name = "gradient norm" if math.isfinite(record.loss) else "loss"
+        value = record.grad_norm if math.isfinite(record.loss) else record.loss
+        what = f"{name} is {value}{{whose}}; the weights before this step are kept"
+        hint = "lower training.learning_rate or model.init_std, or use --precision fp32"
+    elif parts.progress.overflow_run >= MAX_OVERFLOWS_IN_A_ROW or record.loss_scale < 1:
+        what = (
+            f"fp16 overflowed {parts.progress.overflow_run} times in a row (loss scale {record.loss_scale:g}){{whose}}"
+        )
+        hint = "--precision bf16 or fp32"
+    else:
+        return
+    bad = BadStep(record, reading, batches, weights)
+    finding = _look(parts, bad)
+    error = NonFiniteError(what.format(whose=_whose(parts, finding, reading)), where=f"step {record.step}", hint=hint)
+    if finding:
+        _tell(parts, bad, finding, error)
+    raise error
+
+
+def _look(parts: Parts, bad: BadStep) -> Finding | None:
+    """What can be found out. Whatever fails here must not hide that the step was bad."""
+    try:
+        return autopsy.examine(parts, bad)
+    except Exception as failure:
+        if is_lost_peer(failure):
+            raise
+        logger.error("Looking for the place failed: %s: %s", type(failure).__name__, str(failure)[:200])
+        return None
+
+
+def _whose(parts: Parts, finding: Finding | None, reading: Reading) -> str:
+    """On which ranks it began."""
+    if parts.council.alone:
+        return ""
+    if finding is None:
+        return " on this rank" if not math.isfinite(reading.own_loss) else ""
+    return f" on rank {', '.join(map(str, finding.ranks))}" if finding.ranks else ""
+
+
+def _tell(parts: Parts, bad: BadStep, finding: Finding, error: NonFiniteError) -> None:
+    """Keep the evidence, print the report, and let the error know both. The first guilty rank speaks for all."""
+    finding, error.kept = evidence.keep(parts, bad, finding)
+    speaker = finding.ranks[0] if finding.ranks else 0
+    told = parts.council.group.gather(finding.as_json() if finding.rank == speaker else None)
+    first = from_json(told[speaker])
+    if finding.guilty or (finding.rank == 0 and not _is_shown(parts, speaker)):
+        for line in words.report(finding if finding.guilty else first):
+            logger.error("%s", line)
+    error.finding = first.as_json()
+    if first.place:
+        error.what += f"; first in {first.place.brief()}"
+    elif not first.reproduced:
+        error.what += f"; {words.SUSPECT}"
+    parts.link.enter("backward" if first.place and first.place.phase == "backward" else "forward", finding.step)
+    if path := first.files.get("bundle"):
+        error.hint = f"lockstep replay {shlex.quote(path)}; {error.hint}"
+
+
+def _is_shown(parts: Parts, rank: int) -> bool:
+    """Whether a rank's lines are seen by who looks at the screen."""
+    return rank == 0 or parts.config.report.log_all_ranks or bool(env.get("LOCKSTEP_LABELLED"))

@@ -1,0 +1,238 @@
+"""Every operation of a forward and backward pass under the eye: which one made the first number that is not finite.
+
+Slow: each operation waits for the device. A bad number has an origin, the operation that made it of finite ones, and
+carries it along wherever it goes; the storage of a tensor is its name. So the origin of a bad loss or gradient is known
+without a second look. Minus infinity that was written on purpose (a mask, a forbidden token) is no bad number as long
+as it only forbids.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.health.finding import Table
+from lockstep.runtime.parallel import local
+
+TORCH = str(Path(str(torch.__file__)).parent)
+PACKAGE = Path(__file__).parents[1]
+NOT_MEANT = tuple(str(PACKAGE / part) for part in ("health", "engine/autopsy", "engine/replay"))  # who looks
+UNWRITTEN = ("empty", "new_empty", "resize", "set_", "record_stream", "_local_scalar_dense")  # memory as it was found
+FILLING = ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "masked_fill")
+FORBIDDING = (
+    "full",
+    "scalar_tensor",
+    "masked_fill",
+    "where",
+    "fill",
+    "new_full",
+    "lift_fresh",
+    "tensor",
+    "triu",
+    "tril",
+)
+Tensors = list[torch.Tensor]
+Flaws = tuple[bool, bool, bool]  # NaN, Inf, -Inf
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a bad number came from. `order` counts what was met."""
+
+    order: int
+    phase: str
+    module: str = ""
+    operation: str = ""
+    line: str = ""
+    batch: int = -1
+    forbids: bool = False  # minus infinity on purpose
+    tensors: tuple[Table, ...] = ()
+
+
+class Surroundings:
+    """In which module and micro-batch the pass is; filled by who runs it."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.spans: list[tuple[int, int, str]] = []  # autograd's numbers at a module's begin and end
+        self.batch = -1
+
+    def module(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    def module_of(self, number: int) -> str:
+        """The innermost module whose forward pass made a node of autograd."""
+        inside = [(end - begin, name) for begin, end, name in self.spans if begin <= number < end]
+        return min(inside)[1] if inside else ""
+
+
+class OperationWatch(TorchDispatchMode):
+    """Sees every operation; `origin_of` tells where a tensor's bad number was made."""
+
+    def __init__(self, around: Surroundings, beat: Callable[[], object]) -> None:
+        super().__init__()
+        self.around, self.beat = around, beat
+        self.count = 0
+        self._exact: dict[tuple[int, int, int], Origin] = {}  # by storage, place in it and size
+        self._around: dict[int, Origin] = {}  # by storage: of views of a bad tensor
+
+    def give(self, phase: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What is bad before the pass begins."""
+        for name, tensor in tensors:
+            what = flaws(tensor)
+            if any(what):
+                self.count += 1
+                forbids, tables = only_forbids(what), (Table.of(name, tensor),)
+                self._keep(tensor, Origin(self.count, phase, name, forbids=forbids, tensors=tables))
+
+    def origin_of(self, tensor: torch.Tensor) -> Origin | None:
+        """Of a bad tensor."""
+        return self._exact.get(_place_of(tensor)) or self._around.get(_storage(tensor))
+
+    def _keep(self, tensor: torch.Tensor, origin: Origin) -> None:
+        self._exact[_place_of(tensor)] = self._around[_storage(tensor)] = origin
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        named = dict(kwargs or {})
+        result = func(*args, **named)
+        self.count += 1
+        if self.count % 64 == 0:
+            self.beat()
+        name = str(func._schema.name).rpartition("::")[2]
+        if not name.startswith(UNWRITTEN):
+            inputs = _inputs(func, name, args, named)
+            self._look(func, name, inputs=inputs, outputs=_tensors((result, _written(func, args, named))))
+        return result
+
+    def _look(self, func: Any, name: str, *, inputs: Tensors, outputs: Tensors) -> None:
+        held = {_storage(tensor) for tensor in inputs}
+        for output in outputs:
+            what = flaws(output)
+            if any(what):
+                self._keep(output, self._inherited(inputs, what) or self._made(func, name, inputs, output, what))
+                continue
+            self._exact.pop(_place_of(output), None)
+            if _storage(output) not in held:  # else a good part of something bad
+                self._around.pop(_storage(output), None)
+
+    def _inherited(self, inputs: Tensors, what: Flaws) -> Origin | None:
+        """The first origin among the inputs; a mask is one only of what is still a mask."""
+        bad = [tensor for tensor in inputs if any(flaws(tensor))]
+        known = [self.origin_of(tensor) or Origin(0, "unknown") for tensor in bad]
+        real = [origin for origin in known if not origin.forbids]
+        if real:
+            return min(real, key=lambda origin: origin.order or sys.maxsize)
+        return known[0] if known and only_forbids(what) else None
+
+    def _made(self, func: Any, name: str, inputs: Tensors, output: torch.Tensor, what: Flaws) -> Origin:
+        forbids = only_forbids(what) and name.startswith(FORBIDDING)
+        if forbids:
+            return Origin(self.count, "forward", operation=str(func), forbids=True)
+        tables = [Table.of(f"input {place}", each) for place, each in enumerate(inputs) if each.is_floating_point()]
+        node = current_node()
+        phase, module, line = "forward", self.around.module(), _own_line()
+        operation = f"{name.rstrip('_')} ({func})"
+        if node is not None:
+            phase, module = "backward", self.around.module_of(node._sequence_nr()) or _parameter_of(node)
+            line = _line_of(node)
+            operation = f"{node.name().rpartition('::')[2]} ({func})"
+        return Origin(
+            self.count, phase, module, operation, line, self.around.batch,
+            tensors=(*tables[:4], Table.of("output", output)),
+        )  # fmt: skip
+
+
+def current_node() -> Any:
+    """The node of autograd at work; None: this is no backward pass."""
+    known: Any = torch._C
+    return known._current_autograd_node()
+
+
+@torch.no_grad()
+def flaws(tensor: torch.Tensor) -> Flaws:
+    """Whether there is NaN, Inf and -Inf in it. Waits for the device."""
+    part = local(tensor.detach())
+    if not part.is_floating_point() or part.is_meta or not part.numel() or bool(torch.isfinite(part).all()):
+        return False, False, False
+    seen = torch.stack([torch.isnan(part).any(), torch.isposinf(part).any(), torch.isneginf(part).any()]).tolist()
+    return seen[0], seen[1], seen[2]
+
+
+def only_forbids(what: Flaws) -> bool:
+    """Minus infinity and nothing worse."""
+    return what == (False, False, True)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    part = local(tensor)
+    return _storage(part), int(part.storage_offset()), part.numel()
+
+
+def _tensors(tree: Any) -> Tensors:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _inputs(func: Any, name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensors:
+    """What the operation reads: not what it only writes to."""
+    skip = 1 if name.startswith(FILLING) and name.rstrip("0123456789").endswith("_") and name != "masked_fill_" else 0
+    outs = {argument.name for argument in func._schema.arguments if argument.is_out}
+    return _tensors((args[skip:], {key: value for key, value in named.items() if key not in outs}))
+
+
+def _written(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+    """What the operation changes in place."""
+    written: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(named.get(argument.name, args[place] if place < len(args) else None))
+    return written
+
+
+def _own_line() -> str:
+    """The innermost line that is neither torch's nor that of who looks."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if _is_meant(name):
+            return _shown(name, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _line_of(node: Any) -> str:
+    """The line of the forward pass that made a node of autograd."""
+    for entry in reversed(node.metadata.get("traceback_", [])):
+        name, _, rest = entry.strip().removeprefix('File "').partition('", line ')
+        number = rest.partition(",")[0]
+        if _is_meant(name) and number.isdigit():
+            return _shown(name, int(number))
+    return ""
+
+
+def _is_meant(file: str) -> bool:
+    return not file.startswith((TORCH, *NOT_MEANT, "<")) and "/contextlib.py" not in file
+
+
+def _shown(file: str, number: int) -> str:
+    path = Path(file)
+    short = path.relative_to(PACKAGE.parent).as_posix() if path.is_relative_to(PACKAGE.parent) else file
+    return f"{short}:{number}: {linecache.getline(file, number).strip()}".rstrip(": ")
+
+
+def _parameter_of(node: Any) -> str:
+    return "" if not hasattr(node, "variable") else str(tuple(node.variable.shape))
