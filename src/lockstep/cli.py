@@ -193,6 +193,13 @@ def doctor(arguments: Namespace, _: list[Setting]) -> int:
     return code
 
 
+def replay(arguments: Namespace, _: list[Setting]) -> int:
+    """Run a bad step again from what was kept of it, and say what makes it go away."""
+    from lockstep.replaying import replay as run_again
+
+    return run_again(arguments)
+
+
 def script(arguments: Namespace, settings: list[Setting]) -> int:
     """Print a job script for another launcher."""
     from lockstep.arguments import without
@@ -299,6 +306,7 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "logs": ("show what the workers said: --gpu 2 --follow", logs),
     "stop": ("let a run save and end", stop),
     "doctor": ("check whether this machine can train", doctor),
+    "replay": ("run a step that was NaN again, from its bundle, and say why", replay),
     "script": ("print a script for slurm, torchrun, accelerate or k8s", script),
     "sample": ("let a trained model continue a text or fill its [MASK]s; an agent walks", sample),
     "eval": ("measure a trained model; --labels FILE: beside random weights; --answer TEXT: its likelihood", evaluate),

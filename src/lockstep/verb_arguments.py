@@ -141,6 +141,19 @@ def _doctor(parser: Parser) -> None:
     parser.flag("--network", "also ask whether the hub answers")
 
 
+def _replay(parser: Parser) -> None:
+    parser.add_argument(
+        "bundle", metavar="BUNDLE", help="what a run kept of a step: RUN/workers/n0-GPU3/faults/step_000012"
+    )
+    parser.flag("--device", "auto, cpu or cuda (auto)", metavar="KIND", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.flag("--json", "as JSON")
+    group = parser.add_argument_group("does it go away? (all that could tell something)")
+    parser.flag("--fp32", "in fp32", group=group)
+    parser.flag("--no-compile", "without the compiler", group=group)
+    parser.flag("--eager-attention", "with the plain attention", group=group)
+    parser.flag("--drop-sample", "without the I-th row of the step, from 0", metavar="I", type=whole(0), group=group)
+
+
 def _script(parser: Parser) -> None:
     parser.add_argument("kind", metavar="KIND", choices=SCRIPTS, help=", ".join(SCRIPTS))
     _configuration(parser)
@@ -188,6 +201,7 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "logs": _logs,
     "stop": _stop,
     "doctor": _doctor,
+    "replay": _replay,
     "script": _script,
     "sample": _sample,
     "eval": _eval,

@@ -72,6 +72,7 @@ def _describe(parts: Parts, bad: BadStep, finding: Finding) -> dict[str, Any]:
         "step": finding.step,
         "seed": parts.config.system.seed,
         "rank": group.rank,
+        "worker": env.detect().rank,  # of replicas each is rank 0 of its own group
         "world": group.world,
         "first_place": group.rank * len(bad.batches),  # noise is keyed by (seed, step, place of the micro-batch)
         "denominators": dict(bad.weights),

@@ -166,6 +166,6 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
 def keep(parts: Parts, record: StepRecord) -> None:
     """Remember the step, for the report should a later one go wrong."""
     parts.history.append(
-        {"step": record.step, "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr,
+        {"step": float(record.step), "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr,
          "loss_scale": record.loss_scale}
     )  # fmt: skip

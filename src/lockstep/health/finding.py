@@ -150,8 +150,9 @@ def from_json(saved: Mapping[str, Any]) -> Finding:
     if known["place"]:
         place = dict(known["place"])
         known["place"] = Place(**{**place, "tensors": tuple(_table(each) for each in place["tensors"])})
-    tuples = {key: tuple(known[key]) for key in ("ranks", "row_ids", "texts", "history", "notes")}
-    return Finding(**{**known, **tuples})
+    tuples = {key: tuple(known[key]) for key in ("ranks", "row_ids", "texts", "notes")}
+    history = tuple({name: float(value) for name, value in each.items()} for each in known["history"])
+    return Finding(**{**known, **tuples, "history": history})
 
 
 def _table(saved: Mapping[str, Any]) -> Table:

@@ -191,7 +191,7 @@ def _until_bad(
             output = eager(*args, **named)
         bad = [tensor for tensor in _floats(output) if _is_bad(tensor)]
         if bad:
-            found.append(_place(watch.origin_of(bad[0])) or modules.first)
+            found.append(modules.add_to(_place(watch.origin_of(bad[0]))))
             raise Enough
         return output
 
@@ -201,7 +201,7 @@ def _until_bad(
 def _conclusion(model: nn.Module, loss: torch.Tensor, watch: OperationWatch, modules: _ModuleWatch) -> Place | None:
     """What the whole pass has shown."""
     if any(flaws(loss)):
-        return _place(watch.origin_of(loss)) or modules.first or Place(LOSS, LOSS)
+        return modules.add_to(_place(watch.origin_of(loss))) or Place(LOSS, LOSS)
     bad = [(name, tensor) for name, tensor in _gradients(model) if any(flaws(tensor))]
     if not bad:
         return None
@@ -258,13 +258,20 @@ class _ModuleWatch:
             first.remove()
             last.remove()
 
+    def add_to(self, place: Place | None) -> Place | None:
+        """A place with what this module was given and has made; without one, the module that was met first."""
+        if place is None or self.first is None:
+            return place or self.first
+        same = place.module == self.first.module
+        return replace(place, tensors=(*place.tensors, *self.first.tensors)) if same else place
+
     def _judge(self, name: str, args: Any, output: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage] - torch has no other name for it
             made, given = _floats(output), _floats(args)
             if self.first or not any(_is_bad(tensor) for tensor in made) or any(_is_bad(tensor) for tensor in given):
                 return
-            tables = [Table.of(f"input {place}", tensor) for place, tensor in enumerate(given)]
-            tables += [Table.of("output", tensor) for tensor in made]
+            tables = [Table.of(f"{name} input {place}", tensor) for place, tensor in enumerate(given)]
+            tables += [Table.of(f"{name} output", tensor) for tensor in made]
         self.first = Place("forward", name, batch=self.around.batch, tensors=tuple(tables))
 
 

@@ -1,0 +1,282 @@
+"""`lockstep replay`: a bad step once more from its bundle, as it was and with one thing changed at a time.
+
+What makes it go away is the answer: one row (data), more digits (overflow), other kernels (kernel). What does not come
+back at all was not in the numbers (hardware-suspect).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.load import from_dict
+from lockstep.config.schema import RunConfig
+from lockstep.contracts import Batch, Objective, StepRecord
+from lockstep.data.tokenize import load_tokenizer
+from lockstep.engine import adapters, bundle, histories
+from lockstep.engine.autopsy import BadStep, find_place, run_again
+from lockstep.engine.build import Plan, make_model, make_objective
+from lockstep.engine.bundle import Bundle
+from lockstep.engine.checkpoint import MODEL, TOKENIZER_FILES
+from lockstep.engine.choices import speaking
+from lockstep.engine.shards import Stored
+from lockstep.engine.state import trained
+from lockstep.engine.step import Reading, Stepper
+from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
+from lockstep.health.finding import Finding, Place
+from lockstep.health.words import SUSPECT
+from lockstep.models import shapes
+from lockstep.models.agent_shapes import AgentShape
+from lockstep.runtime import faults, precision
+from lockstep.runtime.determinism import mode
+from lockstep.runtime.hardware import pick_device
+from lockstep.worlds.observed import Histories
+
+MOST_ROWS = 64  # that are left out one by one
+EXPLODING = 10.0  # times the usual gradient norm
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is done differently."""
+
+    name: str  # the flag
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    drop: int = -1  # this row
+
+
+AS_IT_WAS = Change("as it was")
+FP32 = Change("--fp32", training={"precision": "fp32"})
+NO_COMPILE = Change("--no-compile", model={"compile": "off"})
+EAGER_ATTENTION = Change("--eager-attention", model={"attention_backend": "native_math"})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did this time."""
+
+    change: Change
+    fine: bool
+    place: Place | None
+    compiled: bool = False
+    attention: str = ""
+
+    def text(self) -> str:
+        where = f", first in {self.place.brief()}" if self.place else ""
+        return f"{self.change.name}: {'finite' if self.fine else f'not finite{where}'}"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """All that was tried, and what it says."""
+
+    reproduced: bool
+    outcomes: tuple[Outcome, ...]
+    verdict: str
+
+    @property
+    def exit_code(self) -> int:
+        return ExitCode.DONE if self.reproduced else ExitCode.FAILED
+
+    def lines(self, finding: Finding) -> list[str]:
+        was = finding.place.text() if finding.place else "nowhere: the run itself could not repeat it"
+        others = [each for each in self.outcomes if each.change.drop < 0 or each.fine]
+        kept = [each for each in self.outcomes if each.change.drop >= 0 and not each.fine]
+        rest = [f"--drop-sample, {len(kept)} tried: not finite"] if kept else []
+        return [
+            f"Step {finding.step} of rank {finding.rank}: {finding.kind}, first in {was}",
+            *(outcome.text() for outcome in others),
+            *rest,
+            f"{'Reproduced' if self.reproduced else 'Not reproduced'}",
+            f"Verdict: {self.verdict}",
+        ]
+
+
+def replay(folder: Path, asked: Sequence[Change] = (), *, device: str = "auto") -> tuple[Replayed, Finding]:
+    """Run the step of a bundle again; `asked`: only these changes, else all that could tell something."""
+    read = bundle.read(folder)
+    place = pick_device(device, 0)
+    config = from_dict(read.about["config"])
+    with mode(place, deterministic=config.system.deterministic, threads=read.about["threads"] or 0):
+        first = attempt(read, config, place, AS_IT_WAS)
+        same = not first.fine and _same(read.finding.place, first.place)
+        outcomes = [first]
+        if not first.fine:
+            for change in asked or _worth_trying(read, config, first):
+                outcomes.append(attempt(read, config, place, change))
+    return Replayed(same, tuple(outcomes), _verdict(read, outcomes, same=same)), read.finding
+
+
+def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Change) -> Outcome:
+    """One run of the step."""
+    config = config.model_copy(
+        update={
+            "training": config.training.model_copy(update=dict(change.training)),
+            "model": config.model.model_copy(update=_model_changes(read, config, device, change)),
+        }
+    )
+    precision.resolve(config.training.precision, device)  # honoured or refused
+    batches, objective = _given(read, config)
+    if change.drop >= 0:
+        batches = without_row(batches, change.drop)
+    stepper, attention, compiled = _stepper(read, config, device, objective)
+    bad = BadStep(_record(read), _reading(read), batches, read.about["denominators"], read.about["first_place"])
+    if stepper.precision.scaler:
+        stepper.precision.scaler.scale.fill_(read.about["loss_scale"])
+    again = run_again(stepper, bad)
+    place = None if again.fine or change.drop >= 0 else find_place(stepper, bad, again)
+    return Outcome(change, again.fine, place, compiled, attention)
+
+
+def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change: Change) -> dict[str, Any]:
+    """Weights come from the bundle; a kernel of another kind of device is chosen anew."""
+    changes: dict[str, Any] = {} if adapters.has_additions(config) else {"init": "random"}
+    here = "CPU" if device.type == "cpu" else "GPU"
+    if ("CPU" if str(read.about["device_name"]).upper().startswith("CPU") else "GPU") != here:
+        changes["attention_backend"] = "auto"
+    return {**changes, **change.model}
+
+
+def _given(read: Bundle, config: RunConfig) -> tuple[tuple[Batch, ...], Objective]:
+    """The micro-batches, and an objective that knows the words or the histories."""
+    objective: Any = make_objective(config)
+    if all((read.folder / name).is_file() for name in TOKENIZER_FILES[:1]):
+        return read.batches, speaking(objective, load_tokenizer(read.folder))
+    about = read.about["histories"]
+    if about is None:
+        return read.batches, objective
+    shape = shapes.from_hf(read.about["shape"])
+    assert isinstance(shape, AgentShape), "only agents learn from histories"
+    known = Histories(steps=read.batches[0].tensors["steps"].numpy(), **about)
+    length, terms = config.training.context_length, histories.terms(config, shape)
+    plain = [{key: value for key, value in each.tensors.items() if key != "steps"} for each in read.batches]
+    batches = tuple(batch._replace(tensors=tensors) for batch, tensors in zip(read.batches, plain, strict=True))
+    return batches, objective.with_histories(known, length=length, terms=terms)
+
+
+def _stepper(read: Bundle, config: RunConfig, device: torch.device, objective: Objective) -> tuple[Stepper, str, bool]:
+    """The model with the weights before the step, and the faults that struck it, but for those that strike once."""
+    found = faults.plan(read.about["fault"], rank=read.about["worker"]).faults
+    planned = faults.Plan(tuple(fault for fault in found if not fault.once and "weight" not in fault.kind))
+    shape = shapes.from_hf(read.about["shape"])
+    built = make_model(Plan(config, device, shape, objective, ""), hooks=planned.needs_hooks)
+    planned.attach(built.model)
+    if not read.weights.is_dir():
+        what = "the bundle has no weights, and the checkpoint it names is gone"
+        raise NotFoundError(what, where=str(read.weights), hint="debug.bundle=full keeps them in the bundle")
+    weights = Stored(read.weights, MODEL)
+    with torch.no_grad():
+        for name, parameter in trained(built.model).items():
+            if name not in weights:
+                raise DataError(f"no weights for {name}", where=str(read.weights))
+            parameter.copy_(weights[name])
+    named = precision.Precision(config.training.precision, device)
+    stepper = Stepper(built.model, objective, config.training, precision=named, seed=read.about["seed"], faults=planned)
+    return stepper, built.attention, built.compiled
+
+
+def _record(read: Bundle) -> StepRecord:
+    finding = read.finding
+    return StepRecord(finding.step, finding.loss, finding.grad_norm, lr=0.0, seconds=0.0, tokens=0)
+
+
+def _reading(read: Bundle) -> Reading:
+    finding, scale = read.finding, float(read.about["loss_scale"])
+    return Reading(finding.loss, finding.loss, finding.grad_norm, finding.grad_norm, 0.0, True, False, scale)
+
+
+def without_row(batches: Sequence[Batch], row: int) -> tuple[Batch, ...]:
+    """The micro-batches with one row, counted over all of them, replaced by its neighbour; its targets go."""
+    rows = [batch.rows for batch in batches]
+    if not 0 <= row < sum(rows):
+        raise ConfigError(f"row {row}, the step has {sum(rows)}", where="--drop-sample", hint=f"0 to {sum(rows) - 1}")
+    if sum(rows) == 1:
+        raise ConfigError("there is no other row", where="--drop-sample")
+    kept: list[Batch] = []
+    for batch in batches:
+        if not 0 <= row < batch.rows:
+            kept.append(batch)
+        elif batch.rows > 1:
+            kept.append(_replaced(batch, row))
+        row -= batch.rows
+    return tuple(kept)
+
+
+def _replaced(batch: Batch, row: int) -> Batch:
+    neighbour, rows = (row + 1) % batch.rows, batch.rows
+    places, inputs = batch.tensors.get("places"), batch.tensors.get("inputs")
+    chosen = None
+    if places is not None and inputs is not None:
+        chosen = (places // inputs.shape[1]) % rows != row
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in batch.tensors.items():
+        if chosen is not None and name != "inputs" and tensor.ndim and len(tensor) == len(chosen):
+            tensors[name] = tensor[chosen]
+        elif tensor.ndim and len(tensor) and len(tensor) % rows == 0:
+            index = torch.arange(len(tensor))
+            index[index % rows == row] += neighbour - row
+            tensors[name] = tensor[index]
+        else:
+            tensors[name] = tensor
+    return batch._replace(tensors=tensors)
+
+
+def _same(was: Place | None, now: Place | None) -> bool:
+    """The same first bad tensor. On another kind of device its operation may have another name."""
+    return was is not None and now is not None and (was.phase, was.module) == (now.phase, now.module)
+
+
+def _worth_trying(read: Bundle, config: RunConfig, first: Outcome) -> Iterator[Change]:
+    if first.place and first.place.phase == "weights":
+        return
+    if config.training.precision in precision.DTYPES:
+        yield FP32
+    if first.compiled:
+        yield NO_COMPILE
+    if first.attention != "native_math":
+        yield EAGER_ATTENTION
+    rows = sum(batch.rows for batch in read.batches)
+    if 1 < rows <= MOST_ROWS:
+        yield from (Change(f"--drop-sample {row}", drop=row) for row in range(rows))
+
+
+def _verdict(read: Bundle, outcomes: Sequence[Outcome], *, same: bool) -> str:
+    """data, overflow, learning rate, kernel, hardware-suspect, or the model itself."""
+    finding, first = read.finding, outcomes[0]
+    if first.fine:
+        return SUSPECT
+    gone = [outcome.change for outcome in outcomes[1:] if outcome.fine]
+    ids = finding.row_ids
+    if first.place and first.place.phase == "input":
+        return f"data: {first.place.tensors[0].name} is not finite before the model sees it"
+    if first.place and first.place.phase == "weights":
+        if not first.place.tensors or first.place.tensors[0].nans:  # a bad step never updates: nothing wrote this
+            return f"hardware-suspect: {first.place.module} was NaN before the step, and no update writes NaN"
+        return f"learning rate: {first.place.module} had grown to infinity before the step"
+    if FP32 in gone:
+        return f"overflow: in fp32 it goes away ({first.place.brief() if first.place else 'place unknown'})"
+    if NO_COMPILE in gone or EAGER_ATTENTION in gone or (first.place and not first.place.eager):
+        return f"kernel: it goes away with {' and '.join(each.name for each in gone if each.drop < 0) or 'no compiler'}"
+    rows = [change.drop for change in gone if change.drop >= 0]
+    if rows:
+        named = ", ".join(f"{row} (row {ids[row]} of the table)" if row < len(ids) else str(row) for row in rows)
+        return f"data: it goes away without sample {named}"
+    if _was_exploding(finding):
+        return "learning rate: losses or gradient norms had been growing over the last steps"
+    where = first.place.module if first.place else "the model"
+    return f"model: {where} does it {'in every way that was tried' if same else ', elsewhere than in the run'}"
+
+
+def _was_exploding(finding: Finding) -> bool:
+    norms = [each["grad_norm"] for each in finding.history if math.isfinite(float(each["grad_norm"]))]
+    if len(norms) < 4:
+        return False
+    usual = sorted(norms)[len(norms) // 2]
+    return max(norms[-3:]) > EXPLODING * usual

@@ -1,0 +1,37 @@
+"""The verb `replay`: from its words to what is printed. Nothing heavy is imported before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from lockstep.errors import NotFoundError
+from lockstep.guard import say
+
+
+def replay(arguments: Namespace) -> int:
+    """0: the same first bad tensor again; 1: not."""
+    folder = Path(arguments.bundle).expanduser()
+    if not folder.is_dir():
+        hint = "RUN/workers/n0-GPU0/faults/step_000012, as failure.json names it"
+        raise NotFoundError("no such bundle", where=str(folder), hint=hint)
+    from lockstep.engine import replay as engine
+
+    flags = {"fp32": engine.FP32, "no_compile": engine.NO_COMPILE, "eager_attention": engine.EAGER_ATTENTION}
+    asked = [change for name, change in flags.items() if getattr(arguments, name)]
+    if arguments.drop_sample is not None:
+        asked.append(engine.Change(f"--drop-sample {arguments.drop_sample}", drop=arguments.drop_sample))
+    done, finding = engine.replay(folder, asked, device=arguments.device)
+    if arguments.json:
+        tried = [
+            {"change": each.change.name, "finite": each.fine,
+             "module": each.place.module if each.place else "", "operation": each.place.operation if each.place else ""}
+            for each in done.outcomes
+        ]  # fmt: skip
+        told = {"reproduced": done.reproduced, "verdict": done.verdict, "tried": tried}
+        say(json.dumps(told | {"place": dataclasses.asdict(finding.place) if finding.place else None}, indent=1))
+    else:
+        say(*done.lines(finding))
+    return done.exit_code

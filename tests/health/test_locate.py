@@ -1,0 +1,221 @@
+"""Where the first number that is not finite is made: real causes, in every part of a model, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.health.finding import Place
+from lockstep.health.locate import Subject, guilty_block, locate
+
+WIDTH = 8
+
+
+class Root(torch.autograd.Function):
+    """The square root, whose derivative at 0 is infinite: times a 0 that comes back it is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] / (2 * x.sqrt())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.mask = -float("inf")
+        self.trouble = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        scores = (y @ y.transpose(-1, -2)).masked_fill(torch.ones(4, 4).triu(1).bool(), self.mask)
+        y = scores.softmax(-1) @ y  # infinities that forbid, as in every causal model
+        if self.trouble == "divide":
+            y = y / (y - y)
+        if self.trouble == "root":
+            y = y + Root.apply((y - y).abs()) * 0
+        if self.trouble == "log":
+            y = y + (y - y).log() - (y - y).log()
+        return x + self.second(y)
+
+
+class Model(nn.Module):
+    def __init__(self, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.layers:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.norm(x).square().sum()
+
+
+def subject_of(
+    model: Model, *, batches: int = 2, dtype: torch.dtype | None = None, after: Callable[[Tensor], Tensor] | None = None
+) -> Subject:
+    def again() -> Tensor:
+        model.zero_grad()
+        total = torch.zeros(())
+        for number in range(batches):
+            tokens = torch.arange(8).view(2, 4) + number
+            with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+                loss = model(tokens).float()
+            loss = after(loss) if after else loss
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    return Subject(model, again)
+
+
+def place_of(model: Model, **how: Any) -> Place:
+    place = locate(subject_of(model, **how))
+    assert place is not None
+    return place
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "checkpointing"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return Model(checkpointing=request.param)
+
+
+def block(model: Model, number: int) -> Any:
+    return model.layers[number]
+
+
+def test_a_sound_model_has_no_place(model: Model) -> None:
+    """Negative control: masks of minus infinity are everywhere, and nothing is wrong."""
+    assert locate(subject_of(model)) is None
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_operation_inside_a_block(model: Model, number: int) -> None:
+    block(model, number).trouble = "divide"
+    place = place_of(model)
+    assert (place.phase, place.module, place.block) == ("forward", f"layers.{number}", f"layers.{number}")
+    assert place.operation == "div (aten.div.Tensor)"
+    assert place.line.endswith("y = y / (y - y)")
+    assert place.batch == 0
+    assert [table.bad for table in place.tensors][-1] > 0
+    assert not any(table.bad for table in place.tensors[:-1]), "what went in was fine"
+
+
+def test_infinity_counts_and_comes_before_the_nan_it_turns_into(model: Model) -> None:
+    block(model, 1).trouble = "log"
+    place = place_of(model)
+    assert (place.module, place.operation) == ("layers.1", "log (aten.log.default)")
+
+
+def test_a_large_weight_overflows_where_it_is_used(model: Model) -> None:
+    block(model, 2).second.weight.data.fill_(3e38)
+    place = place_of(model)
+    assert (place.phase, place.module) == ("forward", "layers.2.second")
+    assert place.operation.startswith("addmm")
+
+
+def test_fp16_overflow(model: Model) -> None:
+    block(model, 1).first.weight.data.fill_(60000.0)
+    place = place_of(model, dtype=torch.float16)
+    assert place.phase == "forward"
+    assert place.module.startswith("layers.1")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_only_the_gradient_is_bad(model: Model, number: int) -> None:
+    """The loss is fine: the derivative of a root at 0 is not."""
+    block(model, number).trouble = "root"
+    subject = subject_of(model)
+    assert torch.isfinite(subject.again())
+    place = place_of(model)
+    assert (place.phase, place.module, place.block) == ("backward", f"layers.{number}", f"layers.{number}")
+    assert place.operation.startswith("RootBackward")
+    assert "Root.apply" in place.line
+
+
+def test_a_weight_that_is_nan_before_the_step(model: Model) -> None:
+    block(model, 1).first.weight.data[0, 0] = float("nan")
+    place = place_of(model)
+    assert (place.phase, place.module) == ("weights", "layers.1.first")
+
+
+@pytest.mark.parametrize(("part", "name"), [("embed", "embed"), ("norm", "norm")])
+def test_outside_the_blocks(model: Model, part: str, name: str) -> None:
+    def spoil(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output / 0
+
+    getattr(model, part).register_forward_hook(spoil)
+    place = place_of(model)
+    assert (place.phase, place.module, place.block) == ("forward", name, "")
+
+
+def test_after_the_model(model: Model) -> None:
+    place = place_of(model, after=lambda loss: loss * torch.tensor(float("1e38")) * 1e38)
+    assert (place.phase, place.module) == ("loss", "loss")
+
+
+def test_the_second_micro_batch(model: Model) -> None:
+    seen: list[int] = []
+
+    def spoil(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        seen.append(1)
+        return output / 0 if len(seen) % 2 == 0 else output
+
+    plain = Model()
+    plain.layers[1].second.register_forward_hook(spoil)  # pyright: ignore[reportAttributeAccessIssue] - a block has one
+    place = place_of(plain)
+    assert (place.module, place.batch) == ("layers.1.second", 1)
+
+
+def test_nothing_is_left_behind(model: Model) -> None:
+    block(model, 1).trouble = "divide"
+    place_of(model)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(each._compiled_call_impl is None for each in model.layers)
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("trouble", ["divide", "root"])
+def test_compiled_blocks(model: Model, trouble: str) -> None:
+    """Hooks inside are skipped: the block is seen from outside, the operation without the compiler."""
+    for each in model.layers:
+        each.compile(fullgraph=True)
+    block(model, 1).trouble = trouble
+    subject = subject_of(model)
+    subject.again()
+    guilty = guilty_block(subject)
+    assert guilty is not None
+    assert guilty.block == "layers.1"
+    place = place_of(model)
+    assert (place.block, place.module, place.eager) == ("layers.1", "layers.1", True)
+    assert place.operation.startswith(("div", "RootBackward"))
+
+
+@pytest.mark.slow
+def test_what_only_the_compiled_block_does(model: Model) -> None:
+    """A kernel that is wrong: eagerly there is nothing to be found."""
+    right = block(model, 1)._call_impl
+    block(model, 1)._compiled_call_impl = lambda x: right(x) / 0
+    place = place_of(model)
+    assert (place.block, place.eager) == ("layers.1", False)
