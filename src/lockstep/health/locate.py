@@ -95,7 +95,8 @@ def guilty_block(subject: Subject) -> Place | None:
             return Place("forward", each.name, block=each.name, batch=each.batch)
     if any(not fine_in or not fine_out for each, (fine_in, fine_out) in entries if each.phase == "forward"):
         return None  # it came into the first block from outside
-    bad = [name for name, tensor in _gradients(subject.model) if any(flaws(tensor))]
+    sums = [] if subject.sharded else _gradients(subject.model)  # in shards they are of all ranks
+    bad = [name for name, tensor in sums if any(flaws(tensor))]
     for each, (fine_in, fine_out) in entries:  # as backward met them
         if each.phase == "backward" and fine_in and (not fine_out or _has(bad, each.name)):
             return Place("backward", each.name, block=each.name, batch=each.batch)
@@ -176,7 +177,7 @@ def _by_operation(subject: Subject, guilty: Place | None, *, operations: bool = 
             loss = subject.again()
         except Enough:
             return found[0]
-    return found[0] if found else _conclusion(subject.model, loss, watch, modules)
+    return found[0] if found else _conclusion(subject, loss, watch, modules)
 
 
 def _until_bad(
@@ -198,11 +199,11 @@ def _until_bad(
     return call
 
 
-def _conclusion(model: nn.Module, loss: torch.Tensor, watch: OperationWatch, modules: _ModuleWatch) -> Place | None:
+def _conclusion(subject: Subject, loss: torch.Tensor, watch: OperationWatch, modules: _ModuleWatch) -> Place | None:
     """What the whole pass has shown."""
     if any(flaws(loss)):
         return modules.add_to(_place(watch.origin_of(loss))) or Place(LOSS, LOSS)
-    bad = [(name, tensor) for name, tensor in _gradients(model) if any(flaws(tensor))]
+    bad = [(name, tensor) for name, tensor in _gradients(subject.model) if any(flaws(tensor))]
     if not bad:
         return None
     origins = [origin for _, tensor in bad if (origin := watch.origin_of(tensor)) and origin.phase != "unknown"]
@@ -213,6 +214,10 @@ def _conclusion(model: nn.Module, loss: torch.Tensor, watch: OperationWatch, mod
         if place and (place.phase == LOSS or not place.module):  # written after the backward pass
             return replace(place, phase="backward", module=owner.rpartition(".")[0])
         return place
+    if subject.sharded:  # between a gradient and its sum over all ranks the trail is lost
+        met = modules.first.module if modules.first else ""
+        likely = (each for each in watch.made if each.phase == "backward" or (met and each.module == met))
+        return modules.add_to(_place(next(likely, None)))
     name = bad[-1][0]  # the last in forward order is the first in backward order
     return Place("backward", name.rpartition(".")[0], tensors=bad_tables(bad[-1:]))
 

@@ -39,6 +39,7 @@ FORBIDDING = (
     "triu",
     "tril",
 )
+EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
 Tensors = list[torch.Tensor]
 Flaws = tuple[bool, bool, bool]  # NaN, Inf, -Inf
 
@@ -81,6 +82,7 @@ class OperationWatch(TorchDispatchMode):
         super().__init__()
         self.around, self.beat = around, beat
         self.count = 0
+        self.made: list[Origin] = []  # as they were met, but for what only forbids
         self._exact: dict[tuple[int, int, int], Origin] = {}  # by storage, place in it and size
         self._around: dict[int, Origin] = {}  # by storage: of views of a bad tensor
 
@@ -139,6 +141,8 @@ class OperationWatch(TorchDispatchMode):
         forbids = only_forbids(what) and name.startswith(FORBIDDING)
         if forbids:
             return Origin(self.count, "forward", operation=str(func), forbids=True)
+        if func.namespace in EXCHANGES:  # it was made on another rank
+            return Origin(self.count, "unknown")
         tables = [Table.of(f"input {place}", each) for place, each in enumerate(inputs) if each.is_floating_point()]
         node = current_node()
         phase, module, line = "forward", self.around.module(), _own_line()
@@ -147,10 +151,9 @@ class OperationWatch(TorchDispatchMode):
             phase, module = "backward", self.around.module_of(node._sequence_nr()) or _parameter_of(node)
             line = _line_of(node)
             operation = f"{node.name().rpartition('::')[2]} ({func})"
-        return Origin(
-            self.count, phase, module, operation, line, self.around.batch,
-            tensors=(*tables[:4], Table.of("output", output)),
-        )  # fmt: skip
+        tables = [*tables[:4], Table.of("output", output)]
+        self.made.append(Origin(self.count, phase, module, operation, line, self.around.batch, tensors=tuple(tables)))
+        return self.made[-1]
 
 
 def current_node() -> Any:
