@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from lockstep.runtime import env
 from lockstep.runtime.parallel import Sharded
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SHOWN_CHARACTERS = 200  # of the text of a row
 MOST_ROWS = 64  # whose text is kept
@@ -66,6 +68,8 @@ class Again:
 def examine(parts: Parts, bad: BadStep) -> Finding:
     """Run the step again and say what is known. All ranks call it, and agree on whose fault it is."""
     parts.link.enter("forward", bad.step)
+    if parts.device.type == "cuda":
+        torch.cuda.empty_cache()  # without the compiler a pass takes more room
     stepper, group, reading = parts.stepper, parts.council.group, bad.reading
     own = math.isfinite(reading.own_loss) and (math.isfinite(reading.own_gradient) or not math.isfinite(reading.loss))
     sharded = isinstance(stepper.exchange, Sharded)
@@ -78,13 +82,16 @@ def examine(parts: Parts, bad: BadStep) -> Finding:
             place = find_place(stepper, bad, again)
     found = group.gather(place is not None)
     ranks = _guilty(said, found, sharded=sharded, reproduced=reproduced)
+    rank = group.rank
+    if group.world == 1:  # of replicas each is a group of its own
+        rank, ranks = env.detect().rank, (env.detect().rank,)
     kind = _kind(reading, again, place)
     return Finding(
         kind=kind,
         step=bad.step,
         loss=reading.loss,
         grad_norm=reading.grad_norm,
-        rank=group.rank,
+        rank=rank,
         gpu=env.detect().tag,
         ranks=ranks,
         reproduced=reproduced,
@@ -92,8 +99,8 @@ def examine(parts: Parts, bad: BadStep) -> Finding:
         gradients=again.gradients,
         weights=again.weights,
         inputs=again.inputs,
-        row_ids=row_ids(parts, bad.step),
-        texts=texts(parts, bad.batches),
+        row_ids=_or_nothing(lambda: row_ids(parts, bad.step)),
+        texts=_or_nothing(lambda: texts(parts, bad.batches)),
         history=tuple(parts.history),
         notes=_notes(parts, bad, again),
     )
@@ -208,9 +215,17 @@ def _notes(parts: Parts, bad: BadStep, again: Again) -> tuple[str, ...]:
     notes: list[str] = []
     if not again.gradients and math.isfinite(again.loss) and not math.isfinite(again.norm):
         notes.append("every gradient is finite, their norm is not: it is too large for fp32")
-    if not _same(collated(parts, bad.step), bad.batches):
-        notes.append(CHANGED)
-    return tuple(notes)
+    changed = _or_nothing(lambda: () if _same(collated(parts, bad.step), bad.batches) else (CHANGED,))
+    return (*notes, *changed)
+
+
+def _or_nothing(action: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
+    """What is good to know, and no reason to know nothing else: the rows of a stream may have gone."""
+    try:
+        return action()
+    except Exception as failure:
+        logger.debug("Not to be had: %s", failure)
+        return ()
 
 
 def collated(parts: Parts, step: int) -> list[Batch]:

@@ -111,7 +111,7 @@ def _dump(parts: Parts, bad: BadStep, finding: Finding, path: Path) -> None:
         run_again(stepper, bad)
     model = stepper.model
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    writer = 0 if sharded or not finding.ranks else finding.ranks[0]
+    writer = 0 if sharded or group.world == 1 or not finding.ranks else finding.ranks[0]
     scale = bad.reading.loss_scale if stepper.precision.scaler else 1.0
     gradients = [(name, item.grad) for name, item in model.named_parameters() if item.grad is not None]
     content = {

@@ -15,7 +15,6 @@ from lockstep.engine.step import Reading
 from lockstep.errors import NonFiniteError
 from lockstep.health import words
 from lockstep.health.finding import Finding, from_json
-from lockstep.runtime import env
 from lockstep.runtime.group import is_lost_peer
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,18 @@ def judge(
     raise error
 
 
+def warn(parts: Parts, record: StepRecord) -> None:
+    """Remember the step, and say so if its loss or gradient norm is far above the usual."""
+    parts.history.append(
+        {"step": float(record.step), "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr,
+         "loss_scale": record.loss_scale}
+    )  # fmt: skip
+    for line in () if record.skipped else parts.spikes.note(record.step, record.loss, record.grad_norm):
+        parts.tell("spike", step=record.step, text=line, count=parts.spikes.count)
+        if parts.council.group.rank == 0:
+            logger.warning("%s", line)
+
+
 def _look(parts: Parts, bad: BadStep) -> Finding | None:
     """What can be found out. Whatever fails here must not hide that the step was bad."""
     try:
@@ -70,10 +81,10 @@ def _whose(parts: Parts, finding: Finding | None, reading: Reading) -> str:
 def _tell(parts: Parts, bad: BadStep, finding: Finding, error: NonFiniteError) -> None:
     """Keep the evidence, print the report, and let the error know both. The first guilty rank speaks for all."""
     finding, error.kept = evidence.keep(parts, bad, finding)
-    speaker = finding.ranks[0] if finding.ranks else 0
-    told = parts.council.group.gather(finding.as_json() if finding.rank == speaker else None)
-    first = from_json(told[speaker])
-    if finding.guilty or (finding.rank == 0 and not _is_shown(parts, speaker)):
+    speaks = finding.guilty or (not finding.ranks and finding.rank == 0)
+    told = parts.council.group.gather(finding.as_json() if speaks else None)
+    first = from_json(next((each for each in told if each), finding.as_json()))
+    if finding.guilty or (finding.rank == 0 and not _is_shown(parts, first.rank)):
         for line in words.report(finding if finding.guilty else first):
             logger.error("%s", line)
     error.finding = first.as_json()
@@ -88,4 +99,4 @@ def _tell(parts: Parts, bad: BadStep, finding: Finding, error: NonFiniteError) -
 
 def _is_shown(parts: Parts, rank: int) -> bool:
     """Whether a rank's lines are seen by who looks at the screen."""
-    return rank == 0 or parts.config.report.log_all_ranks or bool(env.get("LOCKSTEP_LABELLED"))
+    return rank == 0 or parts.config.report.log_all_ranks

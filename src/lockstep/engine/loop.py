@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.contracts import Batch, StepRecord
-from lockstep.engine.judge import judge
+from lockstep.engine.judge import judge, warn
 from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, walk, walks_after, write_results
 from lockstep.engine.parts import Parts
 from lockstep.engine.state import digest
@@ -159,13 +159,5 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     )
     for sink in parts.sinks:
         sink.write(parts.last)
-    keep(parts, parts.last)
+    warn(parts, parts.last)
     judge(parts, parts.last, reading, launched.batches, launched.weights)
-
-
-def keep(parts: Parts, record: StepRecord) -> None:
-    """Remember the step, for the report should a later one go wrong."""
-    parts.history.append(
-        {"step": float(record.step), "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr,
-         "loss_scale": record.loss_scale}
-    )  # fmt: skip

@@ -22,6 +22,7 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.engine.unseen import Outcome
 from lockstep.errors import LockstepError, Stopped
+from lockstep.health.spikes import Spikes
 from lockstep.runtime import faults
 from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.signals import StopRequest
@@ -86,6 +87,7 @@ class Parts:
     pace: Pace = field(default_factory=Pace)
     words: Tokenizer | None = None  # of rows that are text
     evidence_dir: Path | None = None  # this worker's folder in the run, for what is kept of a bad step
+    spikes: Spikes = field(default_factory=Spikes)
     history: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))  # the last steps
 
     @property

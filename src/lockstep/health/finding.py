@@ -13,6 +13,7 @@ import torch
 from lockstep.runtime.parallel import local
 
 SHOWN_VALUES = 5
+CHUNK_ELEMENTS = 1 << 24
 PHASES = ("input", "weights", "forward", "loss", "backward")  # in the order in which a step could meet it
 
 
@@ -34,18 +35,26 @@ class Table:
     def of(name: str, tensor: torch.Tensor) -> Table:
         """Waits for the device. Of a tensor in shards: the part that lies here."""
         part = local(tensor.detach())
-        flat = part.reshape(-1)
-        finite = flat[torch.isfinite(flat)] if flat.is_floating_point() else flat
-        lowest, highest = (finite.min().item(), finite.max().item()) if finite.numel() else (None, None)
+        flat, real = part.reshape(-1), part.is_floating_point()
+        nans = infs = 0
+        lowest, highest = math.inf, -math.inf
+        for chunk in flat.split(CHUNK_ELEMENTS):  # a card that is full has no room for a copy
+            if real:
+                nans += int(torch.isnan(chunk).sum())
+                infs += int(torch.isinf(chunk).sum())
+            finite = chunk[torch.isfinite(chunk)] if real else chunk
+            if finite.numel():
+                lowest, highest = min(lowest, finite.min().item()), max(highest, finite.max().item())
+        known = lowest <= highest
         return Table(
             name=name,
             shape=tuple(part.shape),
             dtype=str(part.dtype).removeprefix("torch."),
             elements=flat.numel(),
-            nans=int(torch.isnan(flat).sum()) if flat.is_floating_point() else 0,
-            infs=int(torch.isinf(flat).sum()) if flat.is_floating_point() else 0,
-            minimum=lowest,
-            maximum=highest,
+            nans=nans,
+            infs=infs,
+            minimum=lowest if known else None,
+            maximum=highest if known else None,
             values=tuple(as_word(value) for value in flat[:SHOWN_VALUES].tolist()),
         )
 
@@ -69,7 +78,8 @@ def bad_tables(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Table, ...]
     named = [(name, tensor) for name, tensor in tensors if local(tensor).is_floating_point() and local(tensor).numel()]
     if not named:
         return ()
-    fine = torch.stack([torch.isfinite(local(tensor)).all() for _, tensor in named]).tolist()
+    largest = [torch.linalg.vector_norm(local(tensor), ord=math.inf) for _, tensor in named]  # no copy
+    fine = torch.isfinite(torch.stack([each.double() for each in largest])).tolist()
     return tuple(Table.of(name, tensor) for (name, tensor), good in zip(named, fine, strict=True) if not good)
 
 

@@ -1,0 +1,62 @@
+"""Early warning: what is far above the usual is told, what is usual is not."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+from lockstep.health.spikes import QUIET_STEPS, Spikes
+
+
+def noisy(steps: int, *, seed: int = 0) -> list[tuple[float, float]]:
+    """A curve that falls, with noise; norms that vary by factors."""
+    draw = random.Random(seed)
+    return [(3 + 5 * math.exp(-step / 40) + draw.gauss(0, 0.1), math.exp(draw.gauss(0, 0.3))) for step in range(steps)]
+
+
+def told(curve: list[tuple[float, float]]) -> list[str]:
+    spikes = Spikes()
+    return [line for step, (loss, norm) in enumerate(curve) for line in spikes.note(step, loss, norm)]
+
+
+def test_a_quiet_run_says_nothing() -> None:
+    for seed in range(5):
+        assert told(noisy(2000, seed=seed)) == []
+
+
+def test_a_spike_is_told_with_numbers() -> None:
+    curve = noisy(200)
+    curve[150] = (9.0, curve[150][1])
+    curve[170] = (curve[170][0], 40.0)
+    first, second = told(curve)
+    assert first.startswith("Loss spike at step 150: 9.0000, usually 3.")
+    assert second.startswith("Gradient norm spike at step 170: 40.0000, usually ")
+
+
+def test_spikes_are_counted_and_told_now_and_then() -> None:
+    curve = noisy(400)
+    spikes = Spikes()
+    lines: list[str] = []
+    for step, (loss, norm) in enumerate(curve):
+        lines += spikes.note(step, loss + 10 * (step >= 100 and step % 10 == 0), norm)
+    assert spikes.loss.count == 30
+    assert len(lines) == math.ceil(300 / QUIET_STEPS)
+    assert "so far" in lines[-1]
+
+
+def test_the_first_steps_and_what_is_not_finite_are_not_judged() -> None:
+    assert told([(100.0, 100.0), (1.0, 1.0)] * 5) == []
+    assert told([*noisy(100), (math.nan, math.inf), (math.inf, math.nan), (1.0, 0.0)]) == []
+
+
+def test_a_curve_that_stands_still_is_not_judged_by_its_last_digits() -> None:
+    assert told([(2.0, 1.0)] * 50 + [(2.0001, 1.001)] * 5) == []
+
+
+def test_a_step_costs_microseconds() -> None:
+    spikes, curve = Spikes(), noisy(500)
+    since = time.process_time()
+    for step, (loss, norm) in enumerate(curve):
+        list(spikes.note(step, loss, norm))
+    assert (time.process_time() - since) / 500 < 1e-3
