@@ -115,6 +115,7 @@ ELSEWHERE: dict[str, str] = {
     "system.threads": "test_deterministic_and_threads_reach_torch",
     "system.empty_cache_interval": "test_the_cache_is_emptied_when_due",
     "debug.enabled": "test_debug_names_the_gradient",
+    "debug.bundle": "test_what_is_kept_can_be_chosen",
     "debug.log_level": "test_the_log_level",
     "debug.digest_interval": "test_fingerprints_when_due",
     **dict.fromkeys(

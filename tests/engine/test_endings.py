@@ -88,7 +88,7 @@ def test_a_failure_at_step_0_leaves_a_checkpoint(in_dir: Path, lockstep: Cli, mo
     monkeypatch.setenv("LOCKSTEP_FAULT", "nan_grad@step=0")
     assert lockstep(*TINY, "--name", "a", "training.checkpoint_dir=.checkpoints").code == ExitCode.NON_FINITE
     assert (in_dir / "runs" / "a" / "checkpoints" / "step_00000000").is_dir()
-    assert (in_dir / ".checkpoints" / "error.pt").is_file()
+    assert [path.name for path in (in_dir / ".checkpoints").iterdir()] == ["nan_grad_step_0.pt"]
     monkeypatch.delenv("LOCKSTEP_FAULT")
     assert lockstep("resume", "runs/a").code == 0
     assert not (in_dir / "runs" / "a" / "failure.json").exists(), "made good"

@@ -93,7 +93,8 @@ def test_a_nan_gradient_on_gpu_6(in_dir: Path, lockstep: Cli, monkeypatch: pytes
     lines = report_of(told, "NaN GRADIENT DETECTED")
     loss = next(line for line in lines if line.startswith("Loss: "))
     here = {
-        "Loss: 12.6087": loss, "(15 layers)": "(2 layers)", "gradients: 15": "gradients: 2", ".weight', ...]": ".weight']",
+        "Loss: 12.6087": loss,
+        "(15 layers)": "(2 layers)", "gradients: 15": "gradients: 2", ".weight', ...]": ".weight']",
         "[128256, 4096]": "[512, 64]", "[4096, 4096]": "[64, 64]", "525336576": "32768", "16777216": "4096",
     }  # fmt: skip
     wanted = "\n".join(GOLDEN)

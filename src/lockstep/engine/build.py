@@ -148,7 +148,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
 ) -> Assembled:
     """Data, model, optimizer and state, ready for the loop."""
     config = plan.config
-    everyone, link = group or Group(), link or NoMarks()
+    everyone, link, place = group or Group(), link or NoMarks(), env.detect()
     group = Group() if config.system.mode == "replicas" else everyone  # replicas train alone and are compared later
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
     check_same(prepared.key, everyone)
@@ -166,12 +166,10 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
     told = everyone.told(link)
-    loader: Loader | Feed
     make = partial(make_loader, plan, prepared, start_step=progress.step, group=group)
-    if isinstance(prepared.train, StreamTable):
-        loader = feed.start(make, prepared.train, config, run=run, group=everyone, stop=stop, link=told)
-    else:
-        loader = make()
+    begin = partial(feed.start, make, run=run, group=everyone, stop=stop, link=told)
+    stream = prepared.train if isinstance(prepared.train, StreamTable) else None
+    loader: Loader | Feed = make() if stream is None else begin(stream, config)
     parts = Parts(
         config=counted,
         device=plan.device,
@@ -193,7 +191,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         epochs=passes,
         vocabulary=vocabulary_map(prepared) if config.report.results_dir else {},
         words=prepared.words,
-        evidence_dir=run.worker(env.detect().tag, env.detect().node),
+        evidence_dir=run.worker(place.tag, place.node),
         trace_file=run.profile if config.report.profile and everyone.rank == 0 else None,
     )
     return Assembled(parts, prepared, built, loader)
