@@ -166,3 +166,19 @@ def test_in_other_numbers_and_with_less_memory(broken: Any, precision: str, chec
 def test_fp16_that_finds_no_footing_tells_which_gradient(broken: Any) -> None:
     finding = broken("inf_grad@tensor=norm.weight", **{"training.precision": "fp16", "training.max_steps": 40})
     assert (finding.kind, finding.place.phase, finding.place.module) == ("overflow", "backward", "norm")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_compiled_blocks(broken: Any, checkpointing: bool) -> None:
+    """Two large weights overflow where they meet: found with the kernels of training, named without them."""
+    settings = {"model.compile": "on", "system.gradient_checkpointing": checkpointing}
+    large = (f"flip_weight@step=1,tensor=layers.1.mlp.{name}.weight,bit=30" for name in ("w1", "w3"))
+    finding = broken(";".join(large), **settings)
+    assert (finding.step, finding.place.block, finding.place.eager) == (2, "layers.1", True)
+    assert (finding.place.phase, finding.place.module) == ("forward", "layers.1.mlp")
+    assert finding.place.operation == "mul (aten.mul.Tensor)"
+    assert finding.place.line.endswith("return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))")
+    brought_back(finding)
