@@ -76,6 +76,7 @@ class NonFiniteError(LockstepError):
     """The loss, a gradient or a weight is NaN or Inf."""
 
     exit_code = ExitCode.NON_FINITE
+    elsewhere = False  # whether it began on another worker, which says the same
     kept = False  # whether the state before the step is saved already
     finding: Mapping[str, Any] = MappingProxyType({})  # where it began, as health/finding.py has it
 

@@ -113,7 +113,7 @@ def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[
         "cause": env.redact(cause if explained else f"{type(error).__name__}: {cause}"),
         "exception": type(error).__name__,
         "trace": [] if isinstance(error, Stopped) else [env.redact(line) for line in trace],
-        "secondary": getattr(error, "secondary", False),
+        "secondary": getattr(error, "secondary", False) or getattr(error, "elsewhere", False),
         "next": error.hint if isinstance(error, LockstepError) else "",
         **(_found(error.finding) if isinstance(error, NonFiniteError) and error.finding else {}),
     }

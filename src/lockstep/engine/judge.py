@@ -87,7 +87,7 @@ def _tell(parts: Parts, bad: BadStep, finding: Finding, error: NonFiniteError) -
     if finding.guilty or (finding.rank == 0 and not _is_shown(parts, first.rank)):
         for line in words.report(finding if finding.guilty else first):
             logger.error("%s", line)
-    error.finding = first.as_json()
+    error.finding, error.elsewhere = first.as_json(), bool(finding.ranks) and not finding.guilty
     if first.place:
         error.what += f"; first in {first.place.brief()}"
     elif not first.reproduced:
