@@ -7,16 +7,16 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from lockstep.errors import NotFoundError
+from lockstep.errors import DataError, NotFoundError
 from lockstep.guard import say
+from lockstep.home import find_run, root_of
+
+BUNDLE = "bundle.json"
 
 
 def replay(arguments: Namespace) -> int:
     """0: the same first bad tensor again; 1: not."""
-    folder = Path(arguments.bundle).expanduser()
-    if not folder.is_dir():
-        hint = "RUN/workers/n0-GPU0/faults/step_000012, as failure.json names it"
-        raise NotFoundError("no such bundle", where=str(folder), hint=hint)
+    folder = find(arguments.bundle)
     from lockstep.engine import replay as engine
 
     flags = {"fp32": engine.FP32, "no_compile": engine.NO_COMPILE, "eager_attention": engine.EAGER_ATTENTION}
@@ -35,3 +35,17 @@ def replay(arguments: Namespace) -> int:
     else:
         say(*done.lines(finding))
     return done.exit_code
+
+
+def find(name: str) -> Path:
+    """A bundle by its folder, or that of a run which has failed."""
+    folder = Path(name).expanduser()
+    if (folder / BUNDLE).is_file():
+        return folder
+    hint = "RUN/workers/n0-GPU0/faults/step_000012, as RUN/failure.json names it"
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise DataError("not a bundle", where=str(folder), hint=hint)
+    run = root_of(find_run(name))
+    for found in sorted(run.glob(f"workers/*/faults/step_*/{BUNDLE}"), key=lambda path: path.stat().st_mtime):
+        return found.parent  # the first failure
+    raise NotFoundError("nothing was kept of a bad step in this run", where=str(run), hint=hint)

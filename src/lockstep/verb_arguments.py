@@ -142,9 +142,8 @@ def _doctor(parser: Parser) -> None:
 
 
 def _replay(parser: Parser) -> None:
-    parser.add_argument(
-        "bundle", metavar="BUNDLE", help="what a run kept of a step: RUN/workers/n0-GPU3/faults/step_000012"
-    )
+    about = "what a run kept of a step, RUN/workers/n0-GPU3/faults/step_000012; or the run, its name, latest"
+    parser.add_argument("bundle", metavar="BUNDLE|RUN", help=about)
     parser.flag("--device", "auto, cpu or cuda (auto)", metavar="KIND", default="auto", choices=("auto", "cpu", "cuda"))
     parser.flag("--json", "as JSON")
     group = parser.add_argument_group("does it go away? (all that could tell something)")

@@ -211,7 +211,7 @@ def test_replay_says_what_makes_it_go_away(in_dir: Path, lockstep: Cli, monkeypa
     assert whole.code == 0, whole.text
     assert "--fp32: finite" in whole.out
     assert "Verdict: overflow" in whole.out
-    asked = json.loads(lockstep("replay", bundle, "--fp32", "--drop-sample", "1", "--json").out)
+    asked = json.loads(lockstep("replay", "latest", "--fp32", "--drop-sample", "1", "--json").out)
     assert [(each["change"], each["finite"]) for each in asked["tried"]] == [
         ("as it was", False), ("--fp32", True), ("--drop-sample 1", False),
     ]  # fmt: skip

@@ -129,11 +129,13 @@ def find_place(stepper: Stepper, bad: BadStep, again: Again) -> Place | None:
         if tables and not isinstance(stepper.exchange, Sharded):
             name = tables[0].name
             return Place(phase, name.rpartition(".")[0] or name, tensors=tables[:1])
+    sharded = isinstance(stepper.exchange, Sharded)
     subject = Subject(
         stepper.model,
         lambda: stepper.again(bad.step, bad.batches, bad.weights, first_place=bad.first_place),
         inputs=named_inputs(bad.batches),
-        sharded=isinstance(stepper.exchange, Sharded),
+        sharded=sharded,
+        operations=not (sharded and getattr(stepper.model, "attention", "") == "flex"),  # one process may try
         beat=lambda: stepper.link.enter("forward"),
     )
     return locate(subject)

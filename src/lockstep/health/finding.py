@@ -78,9 +78,11 @@ def bad_tables(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Table, ...]
     named = [(name, tensor) for name, tensor in tensors if local(tensor).is_floating_point() and local(tensor).numel()]
     if not named:
         return ()
-    largest = [torch.linalg.vector_norm(local(tensor), ord=math.inf) for _, tensor in named]  # no copy
-    fine = torch.isfinite(torch.stack([each.double() for each in largest])).tolist()
-    return tuple(Table.of(name, tensor) for (name, tensor), good in zip(named, fine, strict=True) if not good)
+    norms = [torch.linalg.vector_norm(local(tensor)).double() for _, tensor in named]  # no copy, and fast
+    fine = torch.isfinite(torch.stack(norms)).tolist()
+    doubtful = [entry for entry, good in zip(named, fine, strict=True) if not good]  # a norm may be too large by itself
+    tables = (Table.of(name, tensor) for name, tensor in doubtful)
+    return tuple(table for table in tables if table.bad)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Subject:
     again: Again
     inputs: Sequence[tuple[str, torch.Tensor]] = ()
     sharded: bool = False
+    operations: bool = True  # False: kernels that cannot be watched from inside
     beat: Callable[[], object] = lambda: None
 
     @property
@@ -63,7 +64,7 @@ def locate(subject: Subject) -> Place | None:
     guilty = guilty_block(subject)
     place: Place | None = None
     try:
-        place = _by_operation(subject, guilty)
+        place = _by_operation(subject, guilty, operations=subject.operations)
     except Exception as error:  # some kernels cannot be watched from inside (flex), and there may be too little memory
         if subject.sharded:
             raise
@@ -146,7 +147,7 @@ def _has(names: Sequence[str], block: str) -> bool:
 # ------------------------------------------------------------------------------------------- operation by operation
 
 
-def _by_operation(subject: Subject, guilty: Place | None, *, operations: bool = True) -> Place | None:
+def _by_operation(subject: Subject, guilty: Place | None, *, operations: bool) -> Place | None:
     """Eagerly: the operation and the innermost module. Only the guilty block, where the forward pass is to blame."""
     around = Surroundings()
     watch = OperationWatch(around, subject.beat)

@@ -110,7 +110,7 @@ class Reducer:
         self._launching = False
         self._next = 0
         self._works: list[Work] = []
-        self._largest: list[Tensor] = []  # of each bucket before it was exchanged: tells whose gradient was bad
+        self._norms: list[Tensor] = []  # of each bucket before it was exchanged: tells whose gradient was bad
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._when_written(bucket))
@@ -119,7 +119,7 @@ class Reducer:
         self._launching = last and self.overlap
         if last:
             self._next = 0
-            self._largest.clear()
+            self._norms.clear()
             for bucket in self.buckets:
                 bucket.missing = len(bucket.parameters)
 
@@ -139,7 +139,7 @@ class Reducer:
         return total_norm(parameters)
 
     def own(self, norm: Tensor) -> Tensor:
-        return torch.stack(self._largest).sum().to(norm.dtype) if self._largest else norm
+        return torch.stack(self._norms).sum().to(norm.dtype) if self._norms else norm
 
     def total(self, loss: Tensor) -> Tensor:
         summed = loss.detach().clone()
@@ -158,7 +158,7 @@ class Reducer:
 
     def _launch(self) -> None:
         flat = self.buckets[self._next].flat
-        self._largest.append(torch.linalg.vector_norm(flat, ord=torch.inf))
+        self._norms.append(torch.linalg.vector_norm(flat))
         work = self.group.sum_(flat, async_op=True)
         self._next += 1
         if work is not None:
