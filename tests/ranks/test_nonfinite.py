@@ -60,6 +60,7 @@ CASES = [  # mode, fault, phase, module
     ("ddp", "inf_grad@rank=1,step=2,tensor=layers.0.attention.wo.weight", "backward", "layers.0.attention.wo"),
     ("ddp", "nan_weight@rank=1,step=1,tensor=layers.1.mlp.w2.weight", "weights", "layers.1.mlp.w2"),
     ("fsdp", "nan_grad@rank=1,step=2,tensor=layers.1.mlp.w3.weight", "backward", "layers.1.mlp.w3"),
+    ("fsdp", "nan_weight@rank=1,step=1,tensor=layers.1.mlp.w2.weight", "weights", "layers.1.mlp.w2"),
     ("fsdp", "inf_act@rank=1,step=2,module=tok_embed", "forward", "tok_embed"),
     ("fsdp", "nan_loss@rank=1,step=2", "loss", "loss"),
     ("ddp", "nan_act@rank=1,step=2,module=norm", "forward", "norm"),

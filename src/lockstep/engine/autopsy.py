@@ -75,10 +75,11 @@ def examine(parts: Parts, bad: BadStep) -> Finding:
     sharded = isinstance(stepper.exchange, Sharded)
     with scale_of(stepper, reading.loss_scale):
         again = run_again(stepper, bad)
-        said = group.gather({"first": own, "fine": again.fine, "loss": math.isfinite(again.loss)})
+        given = bool(again.weights or again.inputs)
+        said = group.gather({"first": own, "fine": again.fine, "loss": math.isfinite(again.loss), "given": given})
         reproduced = not all(each["fine"] for each in said)
-        place = None
-        if reproduced and (sharded or not again.fine):
+        place = given_place(again)
+        if reproduced and not any(each["given"] for each in said) and (sharded or not again.fine):
             place = find_place(stepper, bad, again)
     found = group.gather(place is not None)
     ranks = _guilty(said, found, sharded=sharded, reproduced=reproduced)
@@ -124,11 +125,9 @@ def own_norm(stepper: Stepper) -> float:
 
 
 def find_place(stepper: Stepper, bad: BadStep, again: Again) -> Place | None:
-    """Where it begins on this rank: in what it is given, in a weight, or where the model makes it."""
-    for phase, tables in (("weights", again.weights), ("input", again.inputs)):
-        if tables and not isinstance(stepper.exchange, Sharded):
-            name = tables[0].name
-            return Place(phase, name.rpartition(".")[0] or name, tensors=tables[:1])
+    """Where it begins on this rank: in a weight, in what it is given, or where the model makes it."""
+    if place := given_place(again):
+        return place
     sharded = isinstance(stepper.exchange, Sharded)
     subject = Subject(
         stepper.model,
@@ -139,6 +138,15 @@ def find_place(stepper: Stepper, bad: BadStep, again: Again) -> Place | None:
         beat=lambda: stepper.link.enter("forward"),
     )
     return locate(subject)
+
+
+def given_place(again: Again) -> Place | None:
+    """What was bad before the step began. Of a model in shards only who holds the part knows it."""
+    for phase, tables in (("weights", again.weights), ("input", again.inputs)):
+        if tables:
+            name = tables[0].name
+            return Place(phase, name.rpartition(".")[0] or name, tensors=tables[:1])
+    return None
 
 
 def named_inputs(batches: Sequence[Batch]) -> list[tuple[str, torch.Tensor]]:
@@ -195,6 +203,8 @@ def _guilty(
     count = range(len(said))
     if not reproduced:
         return tuple(rank for rank in count if not said[rank]["first"])
+    if given := tuple(rank for rank in count if said[rank]["given"]):
+        return given
     lost = tuple(rank for rank in count if not said[rank]["loss"])
     bad = lost or tuple(rank for rank in count if not said[rank]["fine"])
     placed = tuple(rank for rank in count if found[rank])

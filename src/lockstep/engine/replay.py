@@ -39,6 +39,7 @@ from lockstep.runtime.hardware import pick_device
 from lockstep.worlds.observed import Histories
 
 MOST_ROWS = 64  # that are left out one by one
+LARGE_WEIGHT, MOST_FLIPS = 1e6, 8
 EXPLODING = 10.0  # times the usual gradient norm
 
 
@@ -268,10 +269,28 @@ def _verdict(read: Bundle, outcomes: Sequence[Outcome], *, same: bool) -> str:
     if rows:
         named = ", ".join(f"{row} (row {ids[row]} of the table)" if row < len(ids) else str(row) for row in rows)
         return f"data: it goes away without sample {named}"
+    if weights := _large_weights(read):
+        return weights
     if _was_exploding(finding):
         return "learning rate: losses or gradient norms had been growing over the last steps"
     where = first.place.module if first.place else "the model"
     return f"model: {where} does it {'in every way that was tried' if same else ', elsewhere than in the run'}"
+
+
+def _large_weights(read: Bundle) -> str:
+    """A weight beyond all others of its tensor was not learnt; if many are large, they were."""
+    stored = Stored(read.weights, MODEL)
+    for name in stored:
+        tensor = stored[name].float().abs()
+        large = int((tensor > LARGE_WEIGHT).sum())
+        if large > MOST_FLIPS:
+            return f"learning rate: {large} values of {name} had grown beyond {LARGE_WEIGHT:g} before the step"
+        if large:
+            usual = tensor.median().item()
+            return (
+                f"hardware-suspect: a value of {name} is {tensor.max().item():.3g}, usually {usual:.3g}: a flipped bit?"
+            )
+    return ""
 
 
 def _was_exploding(finding: Finding) -> bool:
