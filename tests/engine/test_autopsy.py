@@ -133,6 +133,16 @@ def test_a_weight(broken: Any, family: str, kind: str) -> None:
     assert said.startswith("hardware-suspect" if kind == "nan_weight" else "learning rate")
 
 
+def test_a_weight_that_no_batch_reads(broken: Any) -> None:
+    """The row of a token that does not occur: loss and gradients know nothing of it, a look in turn does."""
+    settings = {"training.max_steps": 60, "training.batch_size": 1, "training.grad_accum_nums": 1}
+    finding = broken("nan_weight@step=1,tensor=tok_embed.weight,index=32000", **settings)
+    assert 2 <= finding.step <= 30
+    assert (finding.kind, finding.place.module) == ("nan_weight", "tok_embed")
+    assert finding.loss < 10
+    brought_back(finding)
+
+
 def test_an_input(broken: Any) -> None:
     """Only masked diffusion is given numbers that can be NaN."""
     finding = broken("nan_input@step=1,tensor=token_weights,index=0", "llada")

@@ -71,7 +71,8 @@ def examine(parts: Parts, bad: BadStep) -> Finding:
     if parts.device.type == "cuda":
         torch.cuda.empty_cache()  # without the compiler a pass takes more room
     stepper, group, reading = parts.stepper, parts.council.group, bad.reading
-    own = math.isfinite(reading.own_loss) and (math.isfinite(reading.own_gradient) or not math.isfinite(reading.loss))
+    of_gradient = math.isfinite(reading.loss) and not math.isfinite(reading.grad_norm)
+    own = math.isfinite(reading.own_loss) and (math.isfinite(reading.own_gradient) or not of_gradient)
     sharded = isinstance(stepper.exchange, Sharded)
     with scale_of(stepper, reading.loss_scale):
         again = run_again(stepper, bad)

@@ -27,8 +27,8 @@ def judge(
 ) -> None:
     """Stop the run on NaN, on Inf, and on an fp16 scale that finds no footing. All ranks come to the same end."""
     if reading.fatal:
-        name = "gradient norm" if math.isfinite(record.loss) else "loss"
-        value = record.grad_norm if math.isfinite(record.loss) else record.loss
+        known = {"loss": record.loss, "gradient norm": record.grad_norm, "a weight": reading.weights}
+        name, value = next((name, value) for name, value in known.items() if not math.isfinite(value))
         what = f"{name} is {value}{{whose}}; the weights before this step are kept"
         hint = "lower training.learning_rate or model.init_std, or use --precision fp32"
     elif parts.progress.overflow_run >= MAX_OVERFLOWS_IN_A_ROW or record.loss_scale < 1:

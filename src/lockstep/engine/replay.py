@@ -190,7 +190,7 @@ def _record(read: Bundle) -> StepRecord:
 
 def _reading(read: Bundle) -> Reading:
     finding, scale = read.finding, float(read.about["loss_scale"])
-    return Reading(finding.loss, finding.loss, finding.grad_norm, finding.grad_norm, 0.0, True, False, scale)
+    return Reading(finding.loss, finding.loss, finding.grad_norm, finding.grad_norm, 0.0, True, False, scale, 0.0)
 
 
 def without_row(batches: Sequence[Batch], row: int) -> tuple[Batch, ...]:

@@ -19,6 +19,7 @@ from lockstep.health.finite import gradient_warnings
 from lockstep.runtime import faults
 from lockstep.runtime.determinism import reseed
 from lockstep.runtime.marks import Marks, NoMarks
+from lockstep.runtime.parallel import local
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.reduce import Alone, Apart, Exchange, Reducer
 
@@ -39,6 +40,7 @@ class Reading:
     fatal: bool  # NaN or Inf: nothing was updated, and nothing will be
     overflow: bool  # fp16 only: nothing was updated, the scale was halved
     loss_scale: float
+    weights: float = 0.0  # finite if the weights that were looked at in this step were
     measures: Mapping[str, float] = field(default_factory=dict[str, float])  # what the objective watches
 
 
@@ -64,9 +66,10 @@ class Pending:
     def read(self) -> Reading:
         if self.ended:
             self.ended.synchronize()
-        loss, own_loss, own_gradient, grad_norm, lr, fatal, overflow, scale, *measures = self.values.tolist()
+        loss, own_loss, own_gradient, grad_norm, lr, fatal, overflow, scale, weights, *measures = self.values.tolist()
         told = dict(zip(self.watched, measures, strict=True))
-        return Reading(loss, own_loss, own_gradient, grad_norm, lr, bool(fatal), bool(overflow), scale, told)
+        known = (loss, own_loss, own_gradient, grad_norm, lr, bool(fatal), bool(overflow), scale, weights)
+        return Reading(*known, told)
 
     def seconds(self, previous: Pending | None) -> float | None:
         """From the end of the previous step (or this one's beginning) to its end, by the GPU's clock; None: no GPU."""
@@ -120,6 +123,7 @@ class Stepper:
         self.link: Marks = NoMarks()
         self.waited_seconds = 0.0  # for the other ranks, on the host, in the last step
         self.own_loss = self.zero
+        self.weights = self.zero  # not finite: a weight is not, on some rank
         self.watched: Mapping[str, str] = getattr(objective, "watched", {})  # measure -> the term it is a mean over
         self.measures = self.zero  # of the last step, in that order
 
@@ -140,6 +144,7 @@ class Stepper:
             loss = self.faults.loss(loss, step)
             self.faults.gradients(self.model.named_parameters(), step)
         computed = mark(self.device)
+        self.weights = self.look_at_weights(step, loss)
         loss = self.sum_up(loss)
         if self.debug:
             scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
@@ -209,6 +214,15 @@ class Stepper:
         self.measures = measures
         return total
 
+    @torch.no_grad()
+    def look_at_weights(self, step: int, like: torch.Tensor) -> torch.Tensor:
+        """0, or NaN if one of the weights of this step's turn is not finite: a tensor each step, all of them in turn.
+
+        What no batch reads (the row of a rare token) would otherwise lie there for long.
+        """
+        norm = torch.linalg.vector_norm(local(self.parameters[step % len(self.parameters)]))
+        return (norm - norm).to(like.dtype)
+
     def sum_up(self, loss: torch.Tensor) -> torch.Tensor:
         """Gradients and loss over all ranks."""
         self.own_loss = loss
@@ -217,11 +231,9 @@ class Stepper:
         self.link.enter("communication")
         since = time.perf_counter()
         self.exchange.finish()
-        if self.watched:  # in the same exchange
-            together = self.exchange.total(torch.cat((loss[None], self.measures)))
-            loss, self.measures = together[0], together[1:]
-        else:
-            loss = self.exchange.total(loss)
+        parts = torch.stack((loss, self.weights.to(loss.dtype)))  # in one exchange
+        together = self.exchange.total(torch.cat((parts, self.measures)) if self.watched else parts)
+        loss, self.weights, self.measures = together[0], together[1], together[2:] if self.watched else self.measures
         self.waited_seconds += time.perf_counter() - since + self.exchange.waited_seconds
         self.link.enter("backward")  # the update belongs to it
         return loss
@@ -234,8 +246,8 @@ class Stepper:
         own_gradient = self.exchange.own(norm)
         if scaler:
             norm = norm / scale
-        bad = (~torch.isfinite(loss + norm)).float()
-        overflow = bad * torch.isfinite(loss) if scaler else self.zero
+        bad = (~torch.isfinite(loss + norm + self.weights)).float()
+        overflow = bad * torch.isfinite(loss + self.weights) if scaler else self.zero
         fatal = bad - overflow if scaler else bad
         self.halted = torch.maximum(self.halted, fatal)
         skip = torch.maximum(self.halted, overflow) if scaler else self.halted
@@ -247,7 +259,9 @@ class Stepper:
             self.faults.at("optimizer", step)
         self.updating = True
         self.optimizer.step(divisor, skip)
-        values = torch.stack([loss, self.own_loss, own_gradient, norm, self.optimizer.lr, fatal, overflow, scale])
+        values = torch.stack(
+            [loss, self.own_loss, own_gradient, norm, self.optimizer.lr, fatal, overflow, scale, self.weights]
+        )
         if self.watched:
             values = torch.cat((values, self.measures))
         if scaler:
