@@ -222,6 +222,33 @@ def test_replay_says_what_makes_it_go_away(in_dir: Path, lockstep: Cli, monkeypa
     assert "hardware-suspect" in fine.out
 
 
+def test_a_row_that_breaks_the_model(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rare letter is more than the model can bear: replay finds the row that has it."""
+    from lockstep.models.llama import Llama
+
+    forward, letter = Llama.forward, ord("Z")
+
+    def delicate(self: Llama, inputs: torch.Tensor, *args: Any, **named: Any) -> Any:
+        total = forward(self, inputs, *args, **named)
+        return total / 0 if torch.is_grad_enabled() and bool((inputs == letter).any()) else total
+
+    monkeypatch.setattr(Llama, "forward", delicate)
+    flags = ("--max-steps", "200", "--name", "delicate", "training.checkpoint_dir=")
+    told = lockstep("train", "llama", "tiny", *QUICK, *flags)
+    assert told.code == 71, told.text
+    failure = json.loads((in_dir / "runs" / "delicate" / "failure.json").read_text())
+    assert (failure["module"], failure["operation"]) == ("model", "div (aten.div.Tensor)")
+    from safetensors.torch import load_file
+
+    rows = load_file(Path(failure["bundle"]) / "batch.safetensors")["0.tokens"][:, :-1]
+    guilty = (rows == letter).any(1).nonzero().flatten().tolist()
+    assert len(guilty) == 1, "the letter is rare"
+    done = lockstep("replay", "delicate")
+    assert done.code == 0, done.text
+    wanted = f"data: it goes away without sample {guilty[0]} (row {failure['rows'][guilty[0]]} of the table)"
+    assert wanted in done.out
+
+
 def test_a_damaged_bundle_is_refused(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULT", "nan_loss@step=1")
     assert lockstep("train", "llama", "tiny", *QUICK, "--name", "bad").code == 71

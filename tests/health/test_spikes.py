@@ -52,6 +52,7 @@ def test_the_first_steps_and_what_is_not_finite_are_not_judged() -> None:
 
 def test_a_curve_that_stands_still_is_not_judged_by_its_last_digits() -> None:
     assert told([(2.0, 1.0)] * 50 + [(2.0001, 1.001)] * 5) == []
+    assert told([(2.0, 1.0)] * 50 + [(2.3, 3.0)] * 5) == []
 
 
 def test_a_step_costs_microseconds() -> None:

@@ -69,6 +69,7 @@ def _describe(parts: Parts, bad: BadStep, finding: Finding) -> dict[str, Any]:
         "format": FORMAT,
         **{key: parts.about[key] for key in ("family", "config", "shape", "versions", "device_name", "threads")},
         "training": {"max_steps": parts.config.training.max_steps},
+        "device": parts.device.type,
         "step": finding.step,
         "seed": parts.config.system.seed,
         "rank": group.rank,

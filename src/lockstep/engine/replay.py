@@ -139,8 +139,7 @@ def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Chang
 def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change: Change) -> dict[str, Any]:
     """Weights come from the bundle; a kernel of another kind of device is chosen anew."""
     changes: dict[str, Any] = {} if adapters.has_additions(config) else {"init": "random"}
-    here = "CPU" if device.type == "cpu" else "GPU"
-    if ("CPU" if str(read.about["device_name"]).upper().startswith("CPU") else "GPU") != here:
+    if read.about["device"] != device.type:
         changes["attention_backend"] = "auto"
     return {**changes, **change.model}
 

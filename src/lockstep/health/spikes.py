@@ -12,6 +12,7 @@ WINDOW = 64  # steps that say what is usual
 LEAST = 16  # before that nothing is
 FAR = 8.0  # robust standard deviations; of 100,000 normal numbers none is as far
 NARROWEST = 0.02  # of the usual value: a curve that hardly moves is not judged by its last digits
+LEAST_TIMES = {"Loss": 1.2, "Gradient norm": 4.0}  # the usual value: less is not worth a word
 QUIET_STEPS = 50  # between two lines of one kind
 SIGMA = 1.4826  # standard deviation of normal numbers over their median distance from the median
 
@@ -33,7 +34,8 @@ class Series:
         place = math.log(value) if self.logarithmic else value
         score, usual = self._score(place)
         self.seen.append(place)
-        if score <= FAR:
+        high = usual + math.log(LEAST_TIMES[self.name]) if self.logarithmic else usual * LEAST_TIMES[self.name]
+        if score <= FAR or place < high:
             return ""
         self.count += 1
         if self.told is not None and step - self.told < QUIET_STEPS:
