@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from lockstep.contracts import StepRecord
+from lockstep.engine import judge
 from lockstep.health.spikes import QUIET_STEPS, Spikes
 
 
@@ -61,3 +69,23 @@ def test_a_step_costs_microseconds() -> None:
     for step, (loss, norm) in enumerate(curve):
         list(spikes.note(step, loss, norm))
     assert (time.process_time() - since) / 500 < 1e-3
+
+
+def test_the_loop_tells_it_once_and_to_every_sink(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    parts: Any = SimpleNamespace(
+        history=deque(maxlen=20),
+        spikes=Spikes(),
+        tell=lambda kind, **fields: told.append({"kind": kind, **fields}),
+        council=SimpleNamespace(group=SimpleNamespace(rank=0)),
+    )
+    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+    curve = noisy(100)
+    curve[60] = (30.0, 1.0)
+    for step, (loss, norm) in enumerate(curve):
+        judge.warn(parts, StepRecord(step, loss, norm, lr=1e-3, seconds=0.1, tokens=8, skipped=step == 70))
+    assert [(each["kind"], each["step"], each["count"]) for each in told] == [("spike", 60, 1)]
+    assert [message for message in caplog.messages if "spike" in message] == [told[0]["text"]]
+    assert [each["step"] for each in parts.history] == list(range(80, 100))

@@ -321,3 +321,31 @@ def test_every_kind_has_something_that_does_it() -> None:
 def test_the_check_on_the_hot_path_is_one_attribute() -> None:
     assert Plan().armed is False
     assert Plan((Fault("kill"),)).armed is True
+
+
+def test_what_strikes_once_is_gone_when_the_step_is_run_again() -> None:
+    import torch
+
+    plan = Plan(parse("nan_loss@step=2,once=1;inf_loss@step=3"))
+    fine = torch.zeros(())
+    assert torch.isnan(plan.loss(fine, 2))
+    assert torch.isnan(plan.loss(fine, 2)), "within one pass it goes on: a step may have several micro-batches"
+    plan.again(2)
+    assert plan.loss(fine, 2) == 0
+    plan.again(3)
+    assert torch.isinf(plan.loss(fine, 3))
+    plan.again(3)
+    assert torch.isinf(plan.loss(fine, 3)), "the others strike as often as the step is run"
+
+
+def test_an_activation_that_strikes_once() -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    plan = Plan(parse("inf_act@step=1,module=0,once=1"))
+    plan.attach(model)
+    for step, bad in ((0, False), (1, True)):
+        plan.at("forward", step)
+        assert torch.isinf(model(torch.ones(1, 2))).any() == bad
+    plan.again(1)
+    assert torch.isfinite(model(torch.ones(1, 2))).all()
