@@ -96,7 +96,8 @@ def test_an_activation_is_found_by_name(broken: Any, family: str, kind: str, mod
     assert (finding.step, finding.place.phase, finding.place.module) == (1, "forward", module)
     assert finding.place.operation.startswith("fill")
     assert len(finding.row_ids) == 4
-    assert brought_back(finding).startswith("model:")
+    kinds = ("model:", "data:") if family == "llada" else ("model:",)  # one place of a row, which may be no target
+    assert brought_back(finding).startswith(kinds)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
