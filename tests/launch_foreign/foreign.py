@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
 import secrets
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +62,39 @@ def start(launcher: str, *words: str, cwd: Path, variables: Mapping[str, str] | 
         start_new_session=True,
     )
     return Foreign(process, run_id)
+
+
+def start_on_terminal(launcher: str, *words: str, cwd: Path, variables: Mapping[str, str]) -> tuple[int, str]:
+    """The same on a terminal, to its end: (exit code, everything that was sent to the terminal)."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x28\x00\x78\x00\x00\x00\x00\x00")  # 40 lines of 120
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], *words]
+    environ = os.environ | QUIET | {"TERM": "xterm"} | dict(variables)
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while True:
+            seen += os.read(ours, 65536)
+    except OSError:  # the last writer has closed it
+        code = process.wait(120)
+    finally:
+        os.close(ours)
+    return code, seen.decode("utf-8", "replace")
+
+
+def check_one_bar(screen: str, steps: int) -> None:
+    """On a terminal there was one progress bar, to the end, and nobody but the first rank has said anything."""
+    assert screen.count("\x1b[?25l") == 1, "each bar hides the cursor once, when it begins"
+    plain = re.sub(rf"Step \[\d+/{steps}\]|\x1b\[[0-9;?]*[a-zA-Z]", "", screen)
+    bars = [int(done) for done in re.findall(rf"(\d+)/{steps}\b", plain)]
+    assert bars == sorted(bars), f"two bars take turns: {bars}"
+    assert bars[-1:] == [steps], screen[-2000:]
+    assert "[GPU1]" not in screen
+    for step in range(steps):
+        assert len(re.findall(rf"Step \[{step}/{steps}\]", screen)) <= 1
 
 
 def make_run(folder: Path, hang_seconds: float = 3.0) -> Path:

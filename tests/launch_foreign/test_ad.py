@@ -23,7 +23,16 @@ import torch
 from lockstep.launch import processes
 from tests.doors.agents import AD, QUICK, ROWS, RUN, STEPS, collected, make
 from tests.launch_foreign.cluster import Cluster
-from tests.launch_foreign.foreign import LAUNCHERS, QUIET, Foreign, failure_of, last_block, start
+from tests.launch_foreign.foreign import (
+    LAUNCHERS,
+    QUIET,
+    Foreign,
+    check_one_bar,
+    failure_of,
+    last_block,
+    start,
+    start_on_terminal,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -140,6 +149,20 @@ def test_the_main_process_alone_speaks(whole: Path) -> None:
     assert check_file(whole) == STEPS
 
 
+def test_one_progress_bar_on_a_terminal(histories: Path, tmp_path: Path) -> None:
+    """Items 132, 133: with the documented word in it; one event file, with the tags of a compressed context."""
+    folder = make(tmp_path / "work", histories, more="use_compressed_context: true\ncompress_interval: 40\n")
+    few = ("--set", "train_timesteps=12", "--set", "ckpt_interval=100", "--set", "eval_interval=100")
+    slow = {"LOCKSTEP_FAULT": "hang@seconds=0.1"}
+    code, screen = start_on_terminal("torchrun", TRAINER, *WORDS, *HALF, *few, cwd=folder, variables=slow)
+    assert code == 0, screen
+    check_one_bar(screen, 12)
+    assert "loss=" in screen
+    assert screen.count("Number of processes: 2") == 1
+    kinds = {f"{part}/{name}" for part in ("train", "test") for name in ("loss_token_type", "acc_token_type")}
+    assert tags(folder) >= TAGS | kinds
+
+
 @pytest.mark.parametrize("launcher", ["python", "accelerate"])
 def test_the_same_losses_however_it_is_started(launcher: str, whole: Path, histories: Path, tmp_path: Path) -> None:
     """Items 128, 130: no default_config.yaml is needed; HOME is an empty folder."""
@@ -173,24 +196,35 @@ def test_accelerates_own_configuration_is_honoured(histories: Path, tmp_path: Pa
     assert "Mixed precision is decided by the launcher" in output
 
 
-@pytest.mark.parametrize("words", [("--num_processes", "1", "--gpu_ids", "0"), ("--mixed_precision", "fp16")])
-def test_flags_of_accelerate(words: tuple[str, ...], histories: Path, tmp_path: Path) -> None:
-    """Items 129, 137: 16 bits that were asked for on the command line are used on the CPU too."""
+SEVERAL = ("--multi_gpu", "--main_process_port", "0")  # what accelerate itself finds out where there are GPUs
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "precision"),
+    [
+        (("accelerate.commands.launch",), 1, "no"),
+        (("accelerate.commands.launch", "--num_processes", "1", "--gpu_ids", "0"), 1, "no"),
+        (("accelerate.commands.launch", *SEVERAL, "--num_processes", "2", "--gpu_ids", "0,1"), 2, "no"),
+        (("accelerate.commands.launch", *SEVERAL, "--num_processes", "4", "--mixed_precision", "fp16"), 4, "fp16"),
+        (("torch.distributed.run", "--nproc_per_node=4"), 4, "no"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else str(value),
+)
+def test_the_documented_commands(
+    words: tuple[str, ...], processes: int, precision: str, histories: Path, tmp_path: Path
+) -> None:
+    """Items 129, 137: also with CUDA_VISIBLE_DEVICES; 16 bits of the command line are used on the CPU too."""
     folder = make(tmp_path / "work", histories)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        *words,
-        TRAINER,
-        *WORDS,
-        "--set",
-        "train_timesteps=3",
-    ]
+    command = [sys.executable, "-m", *words, TRAINER, *WORDS, "--set", "train_timesteps=3"]
     environ = os.environ | QUIET | {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub")}
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environ, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Mixed precision: {'fp16' if 'fp16' in words else 'no'}\n" in done.stdout
+    assert done.stdout.count(f"Number of processes: {processes}\n") == 1
+    assert f"Mixed precision: {precision}\n" in done.stdout
+    total = ROWS * processes
+    assert f"Global batch size: {total} ({ROWS} per GPU x {processes} processes x 1 accumulated)\n" in done.stdout
+    assert check_file(folder) == 3
 
 
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))

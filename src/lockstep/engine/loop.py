@@ -32,6 +32,7 @@ class Launched:
     targets: int  # of all ranks: what its loss is a mean over
     pending: Pending
     host_seconds: float  # without waiting for other ranks
+    data_seconds: float  # until its rows were there, and those of the next one
 
 
 def run(parts: Parts) -> None:
@@ -42,7 +43,8 @@ def run(parts: Parts) -> None:
         return
     reopen(parts)
     clock = Clock()
-    with profiling(parts.trace_file, steps_left=parts.steps_left(begin)) as profiler:
+    window = {"first": parts.config.report.profile_from, "steps": parts.config.report.profile_steps}
+    with profiling(parts.trace_file, **window, begin=begin, steps_left=parts.steps_left(begin)) as profiler:
         for step in range(begin, parts.last_step):
             try:
                 launched = launch(parts, step)
@@ -74,15 +76,18 @@ def launch(parts: Parts, step: int) -> Launched:
     if due(step, parts.config.system.empty_cache_interval) and parts.device.type == "cuda":
         torch.cuda.empty_cache()
     batches = council.fetch(parts.batches, parts.stop)
+    waited = time.perf_counter() - began
     pending = parts.stepper.launch(step, batches)
     agreed = council.agreed
     if agreed.stop:
         parts.stop.signal, parts.stopping = agreed.stop, True
     if not parts.is_over(step + 1) and not parts.stopping:
         link.enter("data")
+        since = time.perf_counter()
         council.look_ahead(parts.batches, parts.stop)
+        waited += time.perf_counter() - since
     parts.pace.own = time.perf_counter() - began - parts.stepper.waited_seconds
-    return Launched(step, agreed.tokens, sum(agreed.weights.values()), pending, parts.pace.own)
+    return Launched(step, agreed.tokens, sum(agreed.weights.values()), pending, parts.pace.own, waited)
 
 
 def must_look(parts: Parts, step: int) -> bool:
@@ -138,7 +143,7 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     if not reading.fatal:
         delta, targets = config.training.min_delta, launched.targets
         progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=delta, targets=targets)
-    parts.pace.note(reading.loss, launched.tokens, seconds)
+    parts.pace.note(reading.loss, launched.tokens, seconds, data=launched.data_seconds)
     digest_due = due(progress.step, config.debug.digest_interval)
     flops = launched.tokens * parts.flops_per_token / seconds
     parts.last = StepRecord(

@@ -21,6 +21,7 @@ def curves(returns: Numbers, *, single: Numbers, optimum: float, title: str) -> 
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         log.info("no picture of the learning curves: the package matplotlib is missing (pip install matplotlib)")
         return None
@@ -30,12 +31,13 @@ def curves(returns: Numbers, *, single: Numbers, optimum: float, title: str) -> 
     axes = figure.subplots()
     episodes = np.arange(1, returns.shape[1] + 1)
     low, high = np.quantile(returns, (0.1, 0.9), axis=0)
-    axes.fill_between(episodes, low, high, color=SPREAD, alpha=0.4, linewidth=0, label="8 of 10 tasks")
+    axes.fill_between(episodes, low, high, color=SPREAD, alpha=0.4, linewidth=0, label="80 % of the tasks")
     axes.plot(episodes, single, color=ONE, linewidth=0.8, alpha=0.8, label="one stream")
     axes.plot(episodes, returns.mean(0), color=MEAN, linewidth=2, label=f"mean, {returns[:, -1].mean():.2f} at the end")
     axes.axhline(optimum, color=INK, linewidth=1, linestyle=":", label=f"optimum {optimum:.2f}")
     axes.set_xlabel("episode", color=INK)
     axes.set_ylabel("return", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.set_xlim(1 - 0.5 * (len(episodes) == 1), len(episodes) + 0.5 * (len(episodes) == 1))
     axes.grid(visible=True, color=FAINT, linewidth=0.7, alpha=0.8)

@@ -35,6 +35,7 @@ def picture(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         log.info("no picture of the returns: the package matplotlib is missing (pip install matplotlib)")
         return None
@@ -56,6 +57,7 @@ def picture(
         _panel(grid[place + 1], names[place], returns[place].mean(0), returns[place], float(optimum[place]), taught)
     for axes in grid[panels:]:
         axes.set_visible(False)
+    grid[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     grid[0].set_ylim(0, 1.05 * max(float(optimum.max()), 1.0))
     for place, axes in enumerate(grid[:panels]):
         _label(axes, first=place % columns == 0, lowest=place + columns >= panels)
