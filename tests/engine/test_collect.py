@@ -158,6 +158,18 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert np.load(wanted.file("npy"), mmap_mode="r").shape == (3, 9, 3, 40)
 
 
+def test_a_kill_after_the_last_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=80, streams=2, folder=tmp_path)
+    collect(wanted)
+    before = digests(wanted)
+    wanted.file("json").unlink()
+    wanted.file("parts").mkdir()
+    (wanted.file("parts") / "00000.npy").write_bytes(b"a chunk that has been joined")
+    collect(wanted)
+    assert digests(wanted) == before
+    assert not wanted.file("parts").exists()
+
+
 def test_unfinished_work_of_other_settings_is_refused(tmp_path: Path) -> None:
     broken = breaking(tmp_path, [])
     with pytest.raises(RuntimeError):

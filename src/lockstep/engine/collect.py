@@ -167,6 +167,7 @@ def _open(wanted: Collection, how: How) -> Note | None:
     if how.overwrite or not final.exists():
         return None
     _refuse_others(settings_of(final), wanted, final, how.again)
+    shutil.rmtree(wanted.file("parts"), ignore_errors=True)  # of one that was killed at the very end
     if (note := read_note(final)) and note.world == world_settings(wanted.world):  # made while we waited
         return note
     return import_hdf5(final, wanted.file("npy"), wanted.world)
