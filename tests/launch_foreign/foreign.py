@@ -40,6 +40,14 @@ class Foreign:
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
 
+    def reaches(self, run: Path, step: int, seconds: float = 120) -> None:
+        """Wait until a run has told of a step; the launcher must not have ended by then."""
+        deadline = time.monotonic() + seconds
+        while max(steps_of(run), default=-1) < step:
+            assert self.process.poll() is None, self.finish(5)[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def survivors(self, within: float = 2.0) -> list[int]:
         """Processes that are left so long after the end."""
         deadline = time.monotonic() + within
@@ -109,6 +117,28 @@ def last_block(output: str) -> list[str]:
     """The lines from [FAILURE] to the end of the screen."""
     _, found, rest = output.rpartition("[FAILURE]")
     return (found + rest).rstrip("\n").splitlines() if found else []
+
+
+def events_of(run: Path) -> list[dict[str, Any]]:
+    """What a run has told so far."""
+    path = run / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+    return {event["step"]: event for event in events_of(run) if event["kind"] == "step"}
+
+
+def bits_of(run: Path) -> dict[int, tuple[str, str, str]]:
+    """Step -> loss, gradient norm and digest of the weights, to the bit."""
+    return {step: (one["loss_hex"], one["grad_norm_hex"], one["digest"]) for step, one in steps_of(run).items()}
+
+
+def losses_of(run: Path, steps: int) -> list[float]:
+    """Of a run that has told of so many steps, of each once."""
+    found = steps_of(run)
+    assert sorted(found) == list(range(steps))
+    return [found[step]["loss"] for step in sorted(found)]
 
 
 def failure_of(run: Path) -> dict[str, Any]:

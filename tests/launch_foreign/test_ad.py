@@ -5,7 +5,6 @@ Contract items 128, 130-133, 137, 145, 152-154, 161, 162.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -27,11 +26,14 @@ from tests.launch_foreign.foreign import (
     LAUNCHERS,
     QUIET,
     Foreign,
+    bits_of,
     check_one_bar,
     failure_of,
     last_block,
+    losses_of,
     start,
     start_on_terminal,
+    steps_of,
 )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -84,23 +86,16 @@ def begin_alone(folder: Path, histories: Path, *words: str) -> Foreign:
     return Foreign(process, run_id)
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / RUN / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def steps(folder: Path) -> dict[int, dict[str, Any]]:
-    return {event["step"]: event for event in events(folder) if event["kind"] == "step"}
+    return steps_of(folder / RUN)
 
 
 def bits(folder: Path) -> dict[int, tuple[str, str, str]]:
-    return {step: (one["loss_hex"], one["grad_norm_hex"], one["digest"]) for step, one in steps(folder).items()}
+    return bits_of(folder / RUN)
 
 
 def losses(folder: Path) -> list[float]:
-    found = steps(folder)
-    assert sorted(found) == list(range(STEPS))
-    return [found[step]["loss"] for step in sorted(found)]
+    return losses_of(folder / RUN, STEPS)
 
 
 def check_file(folder: Path) -> int:
@@ -259,11 +254,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(
     """Item 162."""
     folder = tmp_path / "work"
     foreign = begin("torchrun", folder, histories, LOCKSTEP_FAULT="hang@seconds=0.2")
-    deadline = time.monotonic() + SECONDS
-    while max(steps(folder), default=-1) < 6:
-        assert foreign.process.poll() is None, foreign.finish(5)[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    foreign.reaches(folder / RUN, 6, SECONDS)
     foreign.process.send_signal(signal.SIGTERM)
     code, output = foreign.finish(SECONDS)
     assert code != 0, output

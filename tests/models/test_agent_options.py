@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from lockstep.models.initialise import fill, initialise
 from lockstep.models.options import AgentOptions
 from lockstep.models.shapes import memory_bytes, resolve
 from tests.agents import REGIONS, TINY, histories, make
+from tests.kept import saved_bytes
 
 CPU = torch.device("cpu")
 
@@ -210,23 +210,8 @@ def test_the_heads_have_a_spread_of_their_own() -> None:
             ), name
 
 
-def saved_bytes(agent: Agent, *, bf16: bool) -> int:
-    """Bytes kept for the backward pass, weights not counted, each storage once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in agent.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext(),
-    ):
-        agent(histories(4, 80))
-    return sum(size for size, _ in kept.values())
+def read_bytes(agent: Agent, *, bf16: bool) -> int:
+    return saved_bytes(agent, lambda: agent(histories(4, 80)), bf16=bf16)
 
 
 @pytest.mark.parametrize(("dropout", "said"), [(0.1, True), (0.0, False)])
@@ -249,7 +234,7 @@ def test_the_memory_estimate_is_what_is_kept(compressed: bool, bf16: bool) -> No
     shape = AgentShape(5, 128, 512, 6, 8, compressed=compressed, region=20, summary_tokens=4)
     sizes: dict[str, Any] = {"batch_size": 4, "context_length": 80, "dtype_name": "bf16" if bf16 else "fp32"}
     plain, saving = (memory_bytes(shape, **sizes, checkpointing=flag, compiled=False) for flag in (False, True))
-    kept = saved_bytes(make(shape, dropout=0.1), bf16=bf16)
+    kept = read_bytes(make(shape, dropout=0.1), bf16=bf16)
     assert plain.activations + plain.copies == pytest.approx(kept, rel=0.15)
-    assert saved_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16) < kept / 2
+    assert read_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16) < kept / 2
     assert saving.activations < plain.activations / 2

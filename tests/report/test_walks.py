@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from lockstep.learners.picture import curves
 from lockstep.report import returns
+from lockstep.report.learning import curves
 from lockstep.report.walks import (
     FINE,
     PLAIN,

@@ -40,9 +40,10 @@ from lockstep.engine.history_files import (
     world_settings,
 )
 from lockstep.errors import ConfigError, DataError, Stopped
-from lockstep.learners import draws, picture
+from lockstep.learners import draws
 from lockstep.learners.history import Learner
 from lockstep.learners.network import one_thread
+from lockstep.report import learning
 from lockstep.runtime.signals import UNSTOPPABLE
 from lockstep.worlds.table import World
 
@@ -304,7 +305,7 @@ def _draw(wanted: Collection, histories: np.ndarray[Any, Any]) -> None:
     """The learning curves, where there is an episode to show and a package to draw it."""
     curves = [(task.mean(0), task[0]) for task in returns(histories, wanted.world.horizon)]
     best = wanted.world.optimum(torch.tensor(wanted.tasks)).double().mean().item()
-    if len(curves[0][0]) and (drawn := picture.curves(
+    if len(curves[0][0]) and (drawn := learning.curves(
         np.stack([mean for mean, _ in curves]), single=curves[0][1], optimum=best, title=wanted.stem
     )):  # fmt: skip
         rundir.write_bytes(wanted.file("png"), drawn)
