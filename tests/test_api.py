@@ -11,6 +11,7 @@ import pytest
 import lockstep
 from lockstep import Config, LockstepError, get_default_config
 from lockstep.config.load import load
+from lockstep.families import FAMILIES
 
 
 def test_get_default_config_as_documented() -> None:
@@ -166,3 +167,16 @@ def test_the_family_is_checked_with_a_config_too(in_dir: Path) -> None:
         lockstep.train("llada", config)
     with pytest.raises(lockstep.LockstepError, match="family comes first"):
         lockstep.train(config)
+    with pytest.raises(lockstep.LockstepError, match="expected a preset, a file or a Config"):
+        lockstep.train("llama", {"training": {"max_steps": 1}})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_of_any_family_is_written_and_read_again(family: str, tmp_path: Path) -> None:
+    config = get_default_config("tiny", family=family)
+    assert config == Config(load(family, preset="tiny").config)
+    config.save(tmp_path / "config.json")
+    assert Config.load(tmp_path / "config.json") == config
+    (tmp_path / "config.json").write_text('{"family": "nonsense"}')
+    with pytest.raises(LockstepError, match="unknown family 'nonsense'"):
+        Config.load(tmp_path / "config.json")

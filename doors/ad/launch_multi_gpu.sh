@@ -3,6 +3,7 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/python.sh"
+case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/train.py" --help ;; esac
 case "${1:-}" in
     "" | all | [1-9] | [1-9][0-9]) ;;
     *)

@@ -3,6 +3,7 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/python.sh"
+case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/train.py" --help ;; esac
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0,1,2,3}"
 commas="${CUDA_VISIBLE_DEVICES//[^,]/}"
 several=(--num_processes "$((${#commas} + 1))")

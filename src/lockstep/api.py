@@ -53,6 +53,9 @@ def train(
             )
         _check(loaded)
     else:
+        if not isinstance(config, str | Path | None):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
+            what = f"got a {type(config).__name__}, expected a preset, a file or a Config"
+            raise ConfigError(what, where="config", hint=f"train({family!r}, Config.from_dict(...))")
         if config is not None:
             preset, path = preset_or_file(family, config, preset=preset, file=path)
         loaded = resolve(family, preset=preset, file=path, overrides=overrides)
@@ -212,14 +215,14 @@ def sizes(loaded: Loaded) -> str:
     )
 
 
-def get_default_config(preset: str | None = None, debug_mode: bool = False) -> Config:
-    """The configuration of a preset (`production`); in debug mode `debug`, or debug output over the one named."""
+def get_default_config(preset: str | None = None, debug_mode: bool = False, *, family: str = "llama") -> Config:
+    """The configuration of a preset (the family's own); in debug mode `debug`, or debug output over the one named."""
     from lockstep.config.load import load as load_config
 
     flags: list[Flag] = []
     if debug_mode:
         preset, flags = with_debug(preset, flags)
-    return Config(load_config("llama", preset=preset, flags=flags).config)
+    return Config(load_config(family, preset=preset, flags=flags).config)
 
 
 class Config:
@@ -253,7 +256,7 @@ class Config:
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
-        """A configuration file over the defaults."""
+        """A configuration file over the defaults of the family that it names (llama)."""
         from lockstep.config.load import load_file
 
         return cls(load_file(Path(path)).config)

@@ -37,7 +37,7 @@ SHORTS = (
     Short("--batch-size", "rows of a micro-batch", "N"),
     Short("--lr", "peak learning rate", "RATE"),
     Short("--model-path", "shape by name, folder or hub id", "NAME"),
-    Short("--data-path", "local text to train on", "PATH"),
+    Short("--data-path", "local text to train on; ad: folder of histories", "PATH"),
     Short("--gradient-checkpointing", "less memory, more work"),
     Short("--deterministic", "same bits in every run"),
     Short("--profile", "trace a few steps"),
@@ -49,6 +49,7 @@ SHORTS = (
     Short("--log-prefix", "bracket, colon or none", "STYLE"),
     Short("--hf-token", "Hugging Face token ($HF_TOKEN); never written", "TOKEN"),
 )
+OF_COLLECTIONS = ("--device", "--data-path", "--log-level")  # the short words that mean something to them
 LAUNCHES = ("auto", "inline", "workers", "torchrun", "accelerate", "slurm")
 EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"
 
@@ -75,24 +76,28 @@ class Parser(argparse.ArgumentParser):
         else:
             (group or self).add_argument(name, action="store_true", help=about)
 
-    def add_shorts(self) -> None:
-        """Accept settings; their short words stand in the help, `split` takes them out before argparse sees them."""
+    def add_shorts(self, shown: Sequence[str] | None = None) -> None:
+        """Accept settings; their short words stand in the help, `split` takes them out before argparse sees them.
+
+        `shown`: only these stand there. The others are accepted, so that one command line fits several verbs.
+        """
         self.settings = True
         self.epilog = EVERY_SETTING
         group = self.add_argument_group("short words for settings")
         for short in SHORTS:
             if short.name not in self.shorts:  # a documented script may have explained it in its own words
-                self.add_short(short, group)
+                self.add_short(short, group, shown=shown is None or short.name in shown)
 
-    def add_short(self, short: Short, group: Any = None) -> None:
+    def add_short(self, short: Short, group: Any = None, *, shown: bool = True) -> None:
         """One such word."""
         group = group or self
         self.shorts[short.name] = short
-        shown = short.metavar.replace("%", "%%") or None
-        if shown:
-            group.add_argument(short.name, metavar=shown, help=short.help)
+        about = short.help if shown else argparse.SUPPRESS
+        metavar = short.metavar.replace("%", "%%") or None
+        if metavar:
+            group.add_argument(short.name, metavar=metavar, help=about)
         else:
-            group.add_argument(short.name, action="store_true", help=short.help)
+            group.add_argument(short.name, action="store_true", help=about)
 
     def add_launch(self) -> None:
         """How the workers are started: not a setting of the run, but of this start."""

@@ -148,15 +148,8 @@ def collect(arguments: Namespace, settings: list[Setting]) -> int:
 
     loaded = _resolve(arguments, settings)
     check_asked(loaded.config.system)
-    if arguments.dry_run:
-        from lockstep.config.show import show
-
-        say(show(loaded, only_set=True))
-        return ExitCode.DONE
     setup_logging(level=loaded.config.debug.log_level)
-    for notice in loaded.notices:
-        say(notice)
-    return collect_histories(loaded, overwrite=arguments.overwrite)
+    return collect_histories(loaded, overwrite=arguments.overwrite, dry_run=arguments.dry_run)
 
 
 def status(arguments: Namespace, _: list[Setting]) -> int:
@@ -250,11 +243,12 @@ def config_show(arguments: Namespace, settings: list[Setting]) -> int:
 def config_explain(arguments: Namespace, _: list[Setting]) -> int:
     """Say what a setting means and accepts."""
     from lockstep.config.catalog import config_class
-    from lockstep.config.show import explain
+    from lockstep.config.show import explain, family_of
     from lockstep.models.shapes import names
 
-    options = type(config_class(arguments.family)().model)  # pyright: ignore[reportCallIssue] - families have defaults
-    say(explain(arguments.key, arguments.family, known_models=names(options)))
+    family = arguments.family or family_of(arguments.key)
+    options = type(config_class(family)().model)  # pyright: ignore[reportCallIssue] - families have defaults
+    say(explain(arguments.key, family, known_models=names(options)))
     return ExitCode.DONE
 
 

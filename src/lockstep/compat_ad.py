@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.arguments import Parser, Setting, real, understand, whole, without
+from lockstep.arguments import OF_COLLECTIONS, Parser, Setting, real, understand, whole, without
 from lockstep.compat_door import Door, parse, resolve
 from lockstep.compat_llada import NO_FP16, on_cpu
 from lockstep.errors import ConfigError, ExitCode, NotFoundError
@@ -34,6 +34,7 @@ CONFIG = "config/model/ad_dr_compressed.yaml"
 MODEL, HISTORIES = "AD", "datasets"
 COMPRESSED = {"model.model_path": "lockstep/ad-compressed", "model.init_std": "0.045"}  # of the wider model
 EPISODES = 500
+DEBUG = "debug output; full tracebacks"
 PRECISION = "training.precision"
 
 
@@ -41,11 +42,14 @@ PRECISION = "training.precision"
 class AdDoor(Door):
     """What train.py and collect.py share: a YAML file that decides, and --set over it."""
 
-    def parser(self) -> Parser:
-        parser = self.new_parser()
+    def new_parser(self) -> Parser:
+        parser = super().new_parser()
         parser.flag("--set", "a key of the YAML file and its value, over the file; any number of times",
                     metavar="KEY=VALUE", action="append", default=[])  # fmt: skip
-        return self.with_usual(parser, debug="debug output; full tracebacks")
+        return parser
+
+    def parser(self) -> Parser:
+        return self.with_usual(self.new_parser(), debug=DEBUG)
 
     def complete(self, argv: Sequence[str]) -> list[str]:
         """With --config as a path that holds for every process: as given, else beside the script, else our own."""
@@ -255,7 +259,7 @@ class CollectDoor(AdDoor):
     """collect.py."""
 
     def parser(self) -> Parser:
-        parser = super().parser()
+        parser = self.with_settings(self.new_parser(), debug=DEBUG, shown=OF_COLLECTIONS)
         parser.flag("--overwrite", "collect anew, although the file is there")
         return parser
 
@@ -279,12 +283,8 @@ def collect(argv: Sequence[str]) -> int:
     asked, settings = parse(COLLECT, COLLECT.complete(argv))
     loaded = resolve(COLLECT, asked, settings)
     check_asked(loaded.config.system)
-    if asked.dry_run:
-        from lockstep.compat import show_only
-
-        return show_only(loaded)
     setup_logging(level=loaded.config.debug.log_level, prefix="none")
-    return collect_histories(loaded, overwrite=asked.overwrite)
+    return collect_histories(loaded, overwrite=asked.overwrite, dry_run=asked.dry_run)
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -293,10 +293,12 @@ def evaluate(argv: Sequence[str]) -> int:
     usual = f"runs/{MODEL}-darkroom-seed0"
     parser.flag("--goal-idx", "one of the unseen goals, from 0 (all)", metavar="N", type=whole(0))
     parser.flag("--ckpt-dir", f"folder of a run, or of ckpt-<step>.pt files ({usual})", metavar="DIR", default=usual)
-    parser.flag("--episodes", f"in each goal ({EPISODES})", metavar="N", type=whole(1), default=EPISODES)
+    parser.flag(
+        "--episodes", f"one after another in each walk ({EPISODES})", metavar="N", type=whole(1), default=EPISODES
+    )
     parser.flag("--repeats", "walks in each goal (4)", metavar="N", type=whole(1), default=4)
-    parser.flag("--temperature", "0 is greedy (the usual one)", metavar="T", type=real(0, 100))
-    parser.flag("--seed", "another seed, another walk (0)", metavar="N", type=whole(0), default=0)
+    parser.flag("--temperature", "0 is greedy (0.5)", metavar="T", type=real(0, 100))
+    parser.flag("--seed", "another seed, other walks (0)", metavar="N", type=whole(0), default=0)
     parser.flag(
         "--device", "auto, cuda or cpu (auto)", metavar="DEVICE", default="auto", choices=("auto", "cuda", "cpu")
     )

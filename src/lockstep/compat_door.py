@@ -34,14 +34,19 @@ class Door:
         return self.with_usual(self.new_parser(), debug="the debug preset, or debug output for another one")
 
     def with_usual(self, parser: Parser, *, debug: str) -> Parser:
-        """The same with what every script takes."""
+        """The same with what every script that trains takes."""
+        self.with_settings(parser, debug=debug)
+        parser.add_launch()
+        return parser
+
+    def with_settings(self, parser: Parser, *, debug: str, shown: Sequence[str] | None = None) -> Parser:
+        """The same with what every script of a configuration takes; `shown` of the short words stand in the help."""
         parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
         usual = self.preset or "production; demo where there is no GPU"
         parser.flag("--preset", f"settings to start from ({usual})", metavar="NAME")
         parser.flag("--debug", debug)
         parser.flag("--dry-run", "show the resolved configuration, and stop")
-        parser.add_shorts()
-        parser.add_launch()
+        parser.add_shorts(shown)
         return parser
 
     def new_parser(self) -> Parser:

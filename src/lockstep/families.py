@@ -23,6 +23,13 @@ class Family:
     commands: tuple[str, ...]
     preset: str = "production"  # where none is named; without a GPU it is demo
     try_first: str = ""  # of the scripts, in a new folder of them
+    examples: tuple[str, ...] = ()  # configuration files among them
+
+    def example_files(self) -> str:
+        """Where a configuration file can be had."""
+        if not self.examples:
+            return f"lockstep config show {self.name} {self.preset} --json > my.json writes one"
+        return f"lockstep init {self.name} DIR puts examples into a folder: {', '.join(self.examples)}"
 
 
 FAMILIES = {
@@ -41,6 +48,14 @@ FAMILIES = {
                 "./train_auto_gpu.sh",
             ),
             try_first="bash run.sh --config test_config.json",
+            examples=(
+                "custom_config.json",
+                "test_config.json",
+                "single_gpu.json",
+                "debug_config.json",
+                "my_config.json",
+                "config_stable.json",
+            ),
         ),
         Family(
             "mlm",
@@ -83,6 +98,7 @@ FAMILIES = {
             ),
             preset="darkroom",
             try_first="python collect.py --help",
+            examples=("config/model/ad_dr.yaml", "config/model/ad_dr_compressed.yaml"),
         ),
     )
 }

@@ -144,8 +144,8 @@ def prepare_data(loaded: Loaded, to: Path | None = None) -> int:
     return ExitCode.DONE
 
 
-def collect_histories(loaded: Loaded, *, overwrite: bool = False) -> int:
-    """Collect what an agent learns from, and say what has come of it."""
+def collect_histories(loaded: Loaded, *, overwrite: bool = False, dry_run: bool = False) -> int:
+    """Collect what an agent learns from, and say what has come of it; or only what would."""
     from lockstep.data.options import HistoryOptions
     from lockstep.runtime import signals
 
@@ -153,9 +153,15 @@ def collect_histories(loaded: Loaded, *, overwrite: bool = False) -> int:
     if not isinstance(config.data, HistoryOptions):
         what = f"family {config.family!r} learns from text, and not from histories"
         raise ConfigError(what, where="lockstep collect", hint=f"lockstep prepare {config.family}")
-    from lockstep.engine.histories import gather
+    from lockstep.engine.histories import gather, planned
 
+    if dry_run:
+        from lockstep.config.show import show
+
+        say(show(loaded, only_set=True), "", *planned(config))
+        return ExitCode.DONE
     with signals.listening():
+        say(*loaded.notices)
         say(*gather(config, overwrite=overwrite).lines())
     return ExitCode.DONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from lockstep.arguments import Parser, Setting, real, understand, whole
+from lockstep.arguments import OF_COLLECTIONS, Parser, Setting, real, understand, whole
 
 SCRIPTS = ("slurm", "torchrun", "accelerate", "k8s")
 
@@ -19,7 +19,7 @@ def parse(
     return understand(parser, words, setting_words)
 
 
-def _configuration(parser: Parser, *, needed: bool = True) -> None:
+def _configuration(parser: Parser, *, needed: bool = True, shown: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama, mlm, llada or ad"
     )
@@ -28,7 +28,7 @@ def _configuration(parser: Parser, *, needed: bool = True) -> None:
     parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
     parser.flag("--debug", "the debug preset, or debug output for another one; full tracebacks")
     parser.flag("--dry-run", "show the resolved configuration and sizes, and stop")
-    parser.add_shorts()
+    parser.add_shorts(shown)
 
 
 def _train(parser: Parser) -> None:
@@ -53,7 +53,7 @@ def _prepare(parser: Parser) -> None:
 
 
 def _collect(parser: Parser) -> None:
-    _configuration(parser)
+    _configuration(parser, shown=OF_COLLECTIONS)
     parser.flag("--overwrite", "also where there are some, of these settings or others")
 
 
@@ -172,7 +172,7 @@ def _show(parser: Parser) -> None:
 
 def _explain(parser: Parser) -> None:
     parser.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or nothing for all")
-    parser.flag("--family", "whose settings (llama)", metavar="FAMILY", default="llama")
+    parser.flag("--family", "whose settings (the first that has it: llama, mlm, llada, ad)", metavar="FAMILY")
 
 
 def _validate(parser: Parser) -> None:

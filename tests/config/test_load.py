@@ -15,6 +15,7 @@ from lockstep.config.load import (
     to_dict,
 )
 from lockstep.errors import ConfigError
+from lockstep.families import FAMILIES, doors_folder
 from tests.config.conftest import Write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,6 +194,15 @@ def test_a_missing_file_is_named_with_the_examples(tmp_path: Path) -> None:
     message = refusal(file=tmp_path / "nowhere.json")
     assert "nowhere.json" in message
     assert "custom_config.json" in message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_advised_for_a_missing_file_is_of_the_family(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(family, file=tmp_path / "nowhere.json")
+    known = FAMILIES[family]
+    assert f" {family} " in refused.value.hint
+    assert not [name for name in known.examples if not (doors_folder() / known.folder / name).is_file()]
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "\n"])

@@ -116,6 +116,22 @@ def test_json_pairs_of_surrogates_are_one_character() -> None:
     assert tree('{"a": "\\ud83d\\ude00"}') == {"a": "😀"}
 
 
+def test_an_included_file_has_its_shortest_name(tmp_path: Path) -> None:
+    """Unless a link is on the way: then .. leads elsewhere, and the name without it may be of another file."""
+    for folder in ("model", "env", "far/away"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "env" / "e.yaml").write_text("training: {max_steps: 1}\n")
+    (tmp_path / "far" / "e.yaml").write_text("training: {max_steps: 2}\n")
+    (tmp_path / "e.yaml").write_text("training: {max_steps: 3}\n")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "away", target_is_directory=True)
+    top = tmp_path / "model" / "m.yaml"
+    top.write_text("include: ../env/e.yaml\n")
+    assert read_file(top)[0].name == str(tmp_path / "env" / "e.yaml")
+    top = tmp_path / "t.yaml"
+    top.write_text("include: link/../e.yaml\n")
+    assert read_file(top)[0].tree == {"training": {"max_steps": 2}}
+
+
 def test_include_later_keys_win_and_places_point_to_the_file_that_set_them(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "base.yaml").write_text("training:\n  max_steps: 5\n  batch_size: 2\n")

@@ -65,6 +65,28 @@ def test_explain_of_an_unknown_key_suggests() -> None:
         show.explain("training.learnin_rate", "llama")
 
 
+@pytest.mark.parametrize(
+    ("key", "family"),
+    [
+        ("training.max_steps", "llama"), ("grid_size", "ad"), ("data.grid-size", "ad"), ("", "llama"),
+        ("num_actions", "ad"), ("objective.mask_probability", "mlm"), ("data", "llama"), ("x.y", "llama"),
+    ],
+)  # fmt: skip
+def test_a_key_is_explained_for_the_first_family_that_has_it(key: str, family: str) -> None:
+    assert show.family_of(key) == family
+
+
+def test_what_a_refusal_advises_explains_that_setting() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ad", preset="tiny", flags=[("data.grid_size", "x")])
+    *_, key, flag, family = refused.value.hint.split()
+    assert refused.value.hint == f"lockstep config explain {key} {flag} {family}"
+    assert "Cells of a side" in show.explain(key, family)
+    with pytest.raises(ConfigError) as refused:
+        load("llama", preset="tiny", flags=[("training.max_steps", "x")])
+    assert refused.value.hint == "lockstep config explain training.max_steps"
+
+
 def test_every_setting_can_be_explained() -> None:
     for setting in catalog("llama").settings.values():
         assert setting.description in show.explain(setting.key, "llama")

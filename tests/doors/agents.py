@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 AD = ROOT / "doors" / "ad"
 RUN = "runs/AD-darkroom-seed0"
-STEPS, ROWS, SAVES = 20, 8, 5
+STEPS, ROWS, SAVES, WARM_UP = 20, 8, 5, 2
 SMALL = f"""include: {AD}/config/model/ad_dr.yaml
 grid_size: 5
 alg: PSRL
@@ -25,7 +25,7 @@ tf_n_head: 2
 tf_n_inner: 64
 n_transit: 80
 train_timesteps: {STEPS}
-num_warmup_steps: 2
+num_warmup_steps: {WARM_UP}
 lr: 3e-3
 eval_interval: 10
 ckpt_interval: {SAVES}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ import torch
 from lockstep.compat import main
 from lockstep.engine import agent_files
 from tests.conftest import Outcome
-from tests.doors.agents import AD, QUICK, ROWS, RUN, SAVES, STEPS, collected, make
+from tests.doors.agents import AD, QUICK, ROWS, RUN, SAVES, STEPS, WARM_UP, collected, make
 
 Run = Callable[..., Outcome]
 KEYS = {"step", "config", "model", "optimizer", "lr_sched", "lockstep"}
@@ -132,8 +133,12 @@ def test_its_folder(whole: Path) -> None:
     steps = [event for event in events(whole) if event["kind"] == "step"]
     assert [event["step"] for event in steps] == list(range(STEPS))
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
-    assert 0 < steps[-1]["lr"] < 1e-4, "to nothing, by a cosine"
-    assert max(event["lr"] for event in steps) == pytest.approx(3e-3)
+    after = [math.cos(math.pi * step / (STEPS - WARM_UP)) for step in range(STEPS - WARM_UP)]
+    rates = [
+        *(3e-3 * (step + 1) / (WARM_UP + 1) for step in range(WARM_UP)),
+        *(1.5e-3 * (1 + fallen) for fallen in after),
+    ]
+    assert [event["lr"] for event in steps] == pytest.approx(rates, rel=1e-5), "item 139: to nothing at the last step"
 
 
 def test_the_configuration_in_its_folder_is_the_one_it_was_trained_with(whole: Path, door: Run, here: Path) -> None:
@@ -154,9 +159,12 @@ def test_other_settings_are_refused_with_the_difference(whole: Path, door: Run, 
     assert "training.learning_rate: 0.003 in the checkpoint, 0.001 now" in result.text
     assert "--name NEW" in result.text
     assert (here / RUN / "events.jsonl").read_bytes() == before
-    fresh = door("train.py", *QUICK, "--set", "train_timesteps=2", "--set", "log_dir=runs/other")
+    log = "logs/multi_gpu_20260101_000000/training.log"  # as launch_multi_gpu.sh has it
+    few = ("--set", "train_timesteps=2", "--set", "num_warmup_steps=1", "--set", "log_dir=runs/other")
+    fresh = door("train.py", *QUICK, *few, "--log-file", log)
     assert fresh.code == 0, fresh.text
     assert (here / "runs/other/ckpt-2.pt").is_file()
+    assert "Training ended at" in (here / log).read_text(encoding="utf-8")
 
 
 def test_a_finished_run_makes_good_a_file_that_is_missing(whole: Path, door: Run, here: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,10 @@ def test_what_evaluate_cannot_find(door: Run, here: Path) -> None:
         assert "there is no trained agent" in result.err
     (here / "empty").mkdir()
     assert "no ckpt-<step>.pt here" in door("evaluate.py", "--ckpt-dir=empty").err
+    (here / "empty" / "ckpt-9.pt").write_bytes(b"junk\n")
+    damaged = door("evaluate.py", "--ckpt-dir=empty")
+    assert damaged.code == 65
+    assert "empty/ckpt-9.pt: foreign or damaged file, refused: not a file of" in damaged.out + damaged.err
     assert door("evaluate.py", "--goal_idx", "x").code == 2
     assert door("evaluate.py", "--goals", "1").code == 2
 
@@ -205,6 +210,16 @@ def test_init_puts_all_of_it_into_a_folder(here: Path) -> None:
     }
     assert {"train.py", "collect.py", "evaluate.py", "multi_gpu_train.slurm", "config/model/ad_dr.yaml"} <= written
     assert all(os.access(path, os.X_OK) for path in (here / "new").glob("*.sh"))
+    scripts = sorted({path for path in (here / "new").iterdir() if path.suffix in (".sh", ".slurm", ".py")})
+    started = [path for path in scripts if path.name not in ("python.sh", "install_hint.py")]
+    assert len(started) == 6
+    for path in started:  # with a python3 on PATH that has no lockstep
+        program = [sys.executable] if path.suffix == ".py" else ["bash"]
+        environ = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(here / "new")}
+        answer = subprocess.run([*program, str(path), "--help"], capture_output=True, text=True, env=environ, cwd=here)
+        assert answer.returncode == 0, answer.stderr
+        name = path.name if path.suffix == ".py" else "train.py"
+        assert answer.stdout.startswith(f"usage: python3 {name}"), path
 
 
 def test_the_bar_says_loss_as_documented() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lockstep.engine import collect as module
 from lockstep.engine.collect import Collection, collect, plan
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.learners.history import History, Learner
 from lockstep.learners.ppo import PPO
 from lockstep.learners.q_learning import QLearning
@@ -78,6 +79,8 @@ def test_the_documented_file(tmp_path: Path) -> None:
         }  # fmt: skip
         for name in ("0", "40", "80"):
             check_group({column: data[()] for column, data in file[name].items()}, divmod(int(name), 9))
+        streams = [file[name]["actions"][:, stream].tobytes() for name in file for stream in range(4)]
+        assert len(set(streams)) == 81 * 4, "each is a history of its own"
 
 
 def check_group(group: dict[str, np.ndarray], goal: tuple[int, int]) -> None:
@@ -155,6 +158,18 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert np.load(wanted.file("npy"), mmap_mode="r").shape == (3, 9, 3, 40)
 
 
+def test_a_kill_after_the_last_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=80, streams=2, folder=tmp_path)
+    collect(wanted)
+    before = digests(wanted)
+    wanted.file("json").unlink()
+    wanted.file("parts").mkdir()
+    (wanted.file("parts") / "00000.npy").write_bytes(b"a chunk that has been joined")
+    collect(wanted)
+    assert digests(wanted) == before
+    assert not wanted.file("parts").exists()
+
+
 def test_unfinished_work_of_other_settings_is_refused(tmp_path: Path) -> None:
     broken = breaking(tmp_path, [])
     with pytest.raises(RuntimeError):
@@ -200,6 +215,55 @@ def test_other_worlds_are_kept_too(tmp_path: Path, learner: Learner) -> None:
         with h5py.File(wanted.file("hdf5")) as file:
             assert sorted(file, key=int) == ["3", "7", "50"]
             assert (file["50"]["actions"][()] == table[1, 2].T).all()
+
+
+def test_histories_may_be_shorter_than_an_episode(tmp_path: Path) -> None:
+    """Nothing is there to be drawn then."""
+    wanted = plan(darkroom.build(size=3, horizon=20), QLearning(), total_timesteps=30, streams=3, folder=tmp_path)
+    collect(wanted)
+    table = np.load(wanted.file("npy"))
+    assert table.shape == (3, 9, 3, 10)
+    assert [task.shape for task in module.returns(table, 20)] == [(3, 0)] * 9
+    assert [task.shape for task in module.returns(table, 5)] == [(3, 2)] * 9
+    assert not wanted.file("png").exists()
+
+
+def test_a_disk_that_is_full_is_said_once_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the HDF5 file too, whose own library goes on complaining."""
+    wanted = plan(darkroom.build(), QLearning(), total_timesteps=500, streams=10, folder=tmp_path)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, usual[1]))
+    try:
+        with pytest.raises(LockstepError, match="collecting histories failed: File too large"):
+            collect(wanted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.name[0] != ".") == [".npy", ".parts", ".png"]
+    monkeypatch.setattr(QLearning, "run", lambda *_: pytest.fail("made again"))
+    collect(wanted)
+    with h5py.File(wanted.file("hdf5")) as file:
+        assert (file["80"]["actions"][()] == np.load(wanted.file("npy"))[1, 80].T).all()
+
+
+def test_what_no_disk_can_hold_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QLearning, "run", lambda *_: pytest.fail("begun"))
+    wanted = plan(darkroom.build(), QLearning(), total_timesteps=10**15, streams=10, folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"81,000,000,000,000,000 steps need 2,640,299,499\.0 GiB, and .* are free"):
+        collect(wanted)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    small = plan(darkroom.build(), QUICK, total_timesteps=8000, streams=10, folder=tmp_path)
+    collect(small)
+    size = sum(small.file(suffix).stat().st_size for suffix in ("npy", "hdf5"))
+    assert size == pytest.approx((module.STEP_BYTES - 3) * 81 * 8000, rel=0.2)
+
+
+def test_a_small_collection_is_not_filled_up_to_a_large_one() -> None:
+    """On a GPU all chunks are equally large: 81 learners of 100 streams are not made to be 4096."""
+    shared = replace(QUICK, streams_per_learner=100)
+    gpu = torch.device("cuda")
+    assert plan(darkroom.build(), shared).side_by_side(gpu) == 81
+    assert plan(darkroom.build(), QUICK).side_by_side(gpu) == QUICK.chunk(gpu) < 8100
+    assert plan(darkroom.build(), QUICK).only([5]).side_by_side(torch.device("cpu")) == 32
 
 
 def test_what_cannot_be_collected_is_said() -> None:

@@ -26,6 +26,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.options import TEXT_SETTINGS
 from lockstep.engine import collect, histories, history_files
 from lockstep.engine.prepare import is_prepared
+from lockstep.engine.unseen import unseen_tasks
 from lockstep.errors import ConfigError, ExitCode, NotFoundError
 from lockstep.objectives.distill import Distill
 from lockstep.worlds import split
@@ -232,8 +233,27 @@ def test_collect_is_of_agents(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
-    assert main(["collect", "ad", "tiny", f"data.data_path={tmp_path / 'file'}"]) == ExitCode.CANNOT_CREATE
+    assert main(["collect", "ad", "tiny", f"data.data_path={tmp_path / 'file' / 'in'}"]) == ExitCode.CANNOT_CREATE
     assert "data.data_path=DIR, a folder you can write to" in capsys.readouterr().err
+
+
+def test_a_file_instead_of_its_folder_is_told_apart(collected: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = file_in(collected)
+    assert main(["collect", "ad", "tiny", f"data.data_path={file}"]) == ExitCode.USAGE
+    told = capsys.readouterr().err
+    assert f"{file} is a file" in told
+    assert f"data.data_path={shlex.quote(str(file.parent))}\n" in told
+
+
+def test_a_dry_run_tells_how_much_is_collected_and_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["collect", "ad", "tiny", "--dry-run", "data.n_stream=4", "data.total_source_timesteps=240"]) == 0
+    told = capsys.readouterr().out
+    assert "25 tasks x 4 streams x 60 steps (6,000)\n" in told
+    assert "file              datasets/tiny/history_darkroom_PSRL_alg-seed42.hdf5\n" in told
+    assert not [*tmp_path.iterdir()], "nothing is made"
 
 
 def test_prepare_says_what_it_did(
@@ -310,16 +330,42 @@ def test_no_history_is_drawn_by_two_ranks(collected: Path) -> None:
     config = configuration(collected)
     prepared = prepare(config)
     objective = histories.with_histories(Distill(), prepared, config, shape_of(config))
-    seen: list[list[int]] = []
-    for rank in range(2):
+
+    def drawn(rank: int, world: int) -> list[int]:
         loader = Loader(
-            prepared.train, objective, seed=3, micro_rows=4, micro_batches=1, rank=rank, world=2, workers=0, steps=22
+            prepared.train,
+            objective,
+            seed=3,
+            micro_rows=4,
+            micro_batches=1,
+            rank=rank,
+            world=world,
+            workers=0,
+            steps=22,
         )
         batches = [batch for _ in range(22) for batch in next(loader)]
-        seen.append([int(place) for batch in batches for place in batch.tensors["histories"]])
-    assert not set(seen[0]) & set(seen[1])
-    assert sorted(seen[0] + seen[1]) == sorted(prepared.train.take(np.arange(176))["histories"][:, 0])
-    assert len({*seen[0]} & {*seen[0]}) == 88, "control: a rank does meet its own"
+        return [int(place) for batch in batches for place in batch.tensors["histories"]]
+
+    first, second = drawn(0, 2), drawn(1, 2)
+    assert not set(first) & set(second)
+    assert sorted(first + second) == sorted(prepared.train.take(np.arange(176))["histories"][:, 0])
+    assert set(drawn(0, 1)) & set(second), "control: who knows of no other rank draws its rows too"
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_what_is_walked_in_was_not_learnt_from(seed: int, collected: Path) -> None:
+    """Item 148: one split for collection, training, validation and walks; control: of another seed it is another."""
+    config = configuration(collected, env_split_seed=seed)
+    prepared = prepare(config)
+    learnt, measured = (
+        set(table.take(np.arange(table.rows))["histories"][:, 0] // STREAMS)
+        for table in (prepared.train, prepared.validation)
+    )
+    world, walked = unseen_tasks(config)
+    assert measured == set(walked)
+    assert learnt | measured == set(range(world.tasks))
+    assert not learnt & measured
+    assert set(unseen_tasks(configuration(collected, env_split_seed=seed + 1))[1]) != measured
 
 
 def shape_of(config: RunConfig) -> Any:

@@ -13,9 +13,10 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.data.histories import is_ready
-from lockstep.engine import history_files
+from lockstep.engine import collect, history_files
 from lockstep.errors import DataError, ExitCode
-from lockstep.worlds import split
+from lockstep.learners.posterior import Posterior
+from lockstep.worlds import key_door, split
 from tests.engine.gathered import STEPS, STREAMS, TASKS, collected, configuration, file_in, options_of, own, prepare
 from tests.gates.training import run
 
@@ -92,6 +93,11 @@ DAMAGE: dict[str, tuple[Callable[[Any], None], str]] = {
     "nothing": (replaced("rewards", lambda column: column * np.nan), "task 4: rewards from nan to nan"),
     "missing": (replaced("dones", lambda column: column), ""),  # the control: what is not read may be anything
     "gone": (lambda file: file["4"].pop("states"), "task 4 has no 'states'"),
+    "a folder": (
+        lambda file: (file["4"].pop("states"), file["4"].create_group("states")),
+        "task 4 has no 'states'",
+    ),
+    "no folder": (lambda file: (file.pop("4"), file.create_dataset("4", data=[1, 2])), "task 4 has no 'states'"),
     "shape": (replaced("actions", lambda column: column[:, :, None]), "task 4: actions is int32"),
     "short": (replaced("actions", lambda column: column[:-1]), "do not belong together"),
     "text": (replaced("actions", lambda column: column.astype("S3")), "task 4: actions is"),
@@ -127,6 +133,38 @@ def test_a_damaged_file_is_refused_and_left_alone(kind: str, ours: bool, own: Pa
     assert error.value.where == str(file_in(own))
     assert error.value.exit_code == ExitCode.DATA
     assert {path.name: path.read_bytes() for path in own.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("key", "cells", "pays"),
+    [
+        (3, (1, 3, 3, 2, 2), (0, 1, 0, 1, 0)),  # key, then door, once each
+        (3, (2, 2, 3, 3, 2), (0, 0, 1, 0, 1)),  # the door before the key
+        (2, (1, 2, 2, 2, 3), (0, 1, 1, 0, 0)),  # key and door in one cell
+        (3, (1, 1, 0, 0, 1), (0, 0, 0, 0, 0)),
+    ],
+)
+def test_what_keys_and_doors_pay(key: int, cells: tuple[int, ...], pays: tuple[int, ...]) -> None:
+    """Twice, and cut short the third time: each episode begins without the key."""
+    world = key_door.build(size=2, horizon=len(cells))
+    after = np.array(3 * cells, np.uint8)[:-1, None]
+    assert history_files._pays(world, key * 4 + 2, after)[:, 0].tolist() == [bool(paid) for paid in 3 * pays][:-1]
+
+
+def test_histories_of_keys_and_doors_are_checked_too(tmp_path: Path) -> None:
+    wanted = collect.plan(
+        key_door.build(size=2, horizon=7), Posterior(), total_timesteps=60, streams=3, folder=tmp_path
+    )
+    file = collect.collect(wanted)
+    foreign(file, tasks=16)
+    before = np.load(wanted.file("npy"))
+    assert before[2].any()
+    collect.collect(wanted)
+    assert (np.load(wanted.file("npy")) == before).all()
+    with h5py.File(file, "r+") as content:
+        content["9"]["rewards"][12, 1] = 1 - content["9"]["rewards"][12, 1]
+    with pytest.raises(DataError, match="task 9, stream 1, step 12 does not follow the rules of key_door"):
+        collect.collect(wanted)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 20_000, -1])

@@ -201,6 +201,14 @@ def test_other_families_have_results_too(in_dir: Path, lockstep: Cli) -> None:
 # -------------------------------------------------------------------------------------------------- usage and estimates
 
 
+def test_an_agent_has_no_vocabulary_to_write(in_dir: Path, lockstep: Cli) -> None:
+    few = ("--max-steps", "2", "training.gen_episodes=0", "training.eval_batches=1", "report.tensorboard=false")
+    done = lockstep("train", "ad", "tiny", "--device", "cpu", "data.n_stream=2", *few, "report.results_dir=out")
+    assert done.code == ExitCode.DONE, done.err
+    written = {path.name for path in (in_dir / "out").iterdir()}
+    assert written == {"ad_model.pth", "ad_training_history.json", "training_history.png"}
+
+
 def test_the_summary_shows_what_the_driver_said_of_each_gpu(
     in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

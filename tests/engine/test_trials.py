@@ -136,6 +136,16 @@ def test_without_the_histories_the_source_is_unknown() -> None:
     assert not Path("elsewhere").exists()
 
 
+def test_of_histories_shorter_than_an_episode_no_curve_is_known(tmp_path: Path, lockstep: Run) -> None:
+    longer = ("data.horizon=200", f"data.data_path={tmp_path}", "model.compressed=true", "model.region=20")
+    few = ("training.max_steps=1", "training.gen_episodes=0", "--name", "long")
+    assert lockstep("train", "ad", "tiny", *SHORT, *longer, *few).code == 0
+    found = evaluate_run(Path("runs/long"), episodes=1, repeats=1, folder=tmp_path / "measured")
+    assert found.source is not None
+    assert found.source.curves.shape == (GOALS, 0)
+    assert "Source learner: no whole episode" in found.lines()
+
+
 def test_a_documented_file_walks_as_its_run(tmp_path: Path) -> None:
     from lockstep.engine.trials import load_agent
 

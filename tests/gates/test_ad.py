@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lockstep.contracts import StepRecord
+from lockstep.engine.timing import profiling
 from lockstep.errors import ExitCode, Stopped
 from lockstep.health.fingerprint import digest_model
 from lockstep.runtime.signals import StopRequest
@@ -44,11 +45,42 @@ def test_the_same_command_gives_the_same_weights(in_dir: Path, lockstep: Cli) ->
 
 
 def test_a_profile_is_written(in_dir: Path, lockstep: Cli) -> None:
-    """Item 156."""
-    ended = lockstep("train", "ad", "tiny", *SHORT, "--max-steps", "8", "--profile", "--name", "run")
+    """Item 156: of the chosen steps, a file and the table of what took longest."""
+    words = ("--profile", "--profile-from", "4", "report.profile_steps=2")
+    ended = lockstep("train", "ad", "tiny", *SHORT, "--max-steps", "6", *words, "--name", "run")
     assert ended.code == 0, ended.text
     trace = json.loads((in_dir / "runs" / "run" / "profile.json").read_text())
-    assert any("linear" in str(event.get("name")) for event in trace["traceEvents"])
+    names = [str(event.get("name")) for event in trace["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#4", "ProfilerStep#5"}
+    assert any("linear" in name for name in names)
+    assert "Profile of steps 4 to 5:" in ended.text
+    (header,) = [line for line in ended.text.splitlines() if "Self CPU %" in line]
+    assert "CPU total" in header
+    (row,) = [line for line in ended.text.splitlines() if "ProfilerStep*" in line]
+    assert row.split()[-1] == "2", "the steps that were traced"
+
+
+@pytest.mark.parametrize(("begin", "left", "told"), [(0, 4, "step 4"), (10, 2, "step 12")])
+def test_a_profile_of_steps_that_never_come(
+    begin: int, left: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Item 156; the first two steps of a start are never traced."""
+    with profiling(tmp_path / "trace.json", first=4, steps=2, begin=begin, steps_left=left) as profiler:
+        profiler.step()
+    assert f"Too few steps to profile: the first would be {told}" in caplog.text
+    assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_waiting_for_rows_is_told(slow: bool, in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract 4.8: whether data or computing holds the training up."""
+    if slow:
+        monkeypatch.setenv("LOCKSTEP_FAULT", "hang@seconds=0.1,where=loader")
+    ended = lockstep("train", "ad", "tiny", *SHORT, "--max-steps", "6", "--name", "run")
+    assert ended.code == 0, ended.text
+    assert ("of the time went into waiting for rows" in ended.text) == slow
+    events = [json.loads(line) for line in (in_dir / "runs" / "run" / "events.jsonl").read_text().splitlines()]
+    assert (events[-1]["data_share"] > 0.3) == slow
 
 
 def test_exporting_an_agent_is_refused_and_loading_it_is_not(in_dir: Path, lockstep: Cli) -> None:

@@ -5,7 +5,6 @@ Contract items 128, 130-133, 137, 145, 152-154, 161, 162.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -23,7 +22,19 @@ import torch
 from lockstep.launch import processes
 from tests.doors.agents import AD, QUICK, ROWS, RUN, STEPS, collected, make
 from tests.launch_foreign.cluster import Cluster
-from tests.launch_foreign.foreign import LAUNCHERS, QUIET, Foreign, failure_of, last_block, start
+from tests.launch_foreign.foreign import (
+    LAUNCHERS,
+    QUIET,
+    Foreign,
+    bits_of,
+    check_one_bar,
+    failure_of,
+    last_block,
+    losses_of,
+    start,
+    start_on_terminal,
+    steps_of,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -75,23 +86,16 @@ def begin_alone(folder: Path, histories: Path, *words: str) -> Foreign:
     return Foreign(process, run_id)
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / RUN / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def steps(folder: Path) -> dict[int, dict[str, Any]]:
-    return {event["step"]: event for event in events(folder) if event["kind"] == "step"}
+    return steps_of(folder / RUN)
 
 
 def bits(folder: Path) -> dict[int, tuple[str, str, str]]:
-    return {step: (one["loss_hex"], one["grad_norm_hex"], one["digest"]) for step, one in steps(folder).items()}
+    return bits_of(folder / RUN)
 
 
 def losses(folder: Path) -> list[float]:
-    found = steps(folder)
-    assert sorted(found) == list(range(STEPS))
-    return [found[step]["loss"] for step in sorted(found)]
+    return losses_of(folder / RUN, STEPS)
 
 
 def check_file(folder: Path) -> int:
@@ -140,6 +144,20 @@ def test_the_main_process_alone_speaks(whole: Path) -> None:
     assert check_file(whole) == STEPS
 
 
+def test_one_progress_bar_on_a_terminal(histories: Path, tmp_path: Path) -> None:
+    """Items 132, 133: with the documented word in it; one event file, with the tags of a compressed context."""
+    folder = make(tmp_path / "work", histories, more="use_compressed_context: true\ncompress_interval: 40\n")
+    few = ("--set", "train_timesteps=12", "--set", "ckpt_interval=100", "--set", "eval_interval=100")
+    slow = {"LOCKSTEP_FAULT": "hang@seconds=0.1"}
+    code, screen = start_on_terminal("torchrun", TRAINER, *WORDS, *HALF, *few, cwd=folder, variables=slow)
+    assert code == 0, screen
+    check_one_bar(screen, 12)
+    assert "loss=" in screen
+    assert screen.count("Number of processes: 2") == 1
+    kinds = {f"{part}/{name}" for part in ("train", "test") for name in ("loss_token_type", "acc_token_type")}
+    assert tags(folder) >= TAGS | kinds
+
+
 @pytest.mark.parametrize("launcher", ["python", "accelerate"])
 def test_the_same_losses_however_it_is_started(launcher: str, whole: Path, histories: Path, tmp_path: Path) -> None:
     """Items 128, 130: no default_config.yaml is needed; HOME is an empty folder."""
@@ -173,24 +191,35 @@ def test_accelerates_own_configuration_is_honoured(histories: Path, tmp_path: Pa
     assert "Mixed precision is decided by the launcher" in output
 
 
-@pytest.mark.parametrize("words", [("--num_processes", "1", "--gpu_ids", "0"), ("--mixed_precision", "fp16")])
-def test_flags_of_accelerate(words: tuple[str, ...], histories: Path, tmp_path: Path) -> None:
-    """Items 129, 137: 16 bits that were asked for on the command line are used on the CPU too."""
+SEVERAL = ("--multi_gpu", "--main_process_port", "0")  # what accelerate itself finds out where there are GPUs
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "precision"),
+    [
+        (("accelerate.commands.launch",), 1, "no"),
+        (("accelerate.commands.launch", "--num_processes", "1", "--gpu_ids", "0"), 1, "no"),
+        (("accelerate.commands.launch", *SEVERAL, "--num_processes", "2", "--gpu_ids", "0,1"), 2, "no"),
+        (("accelerate.commands.launch", *SEVERAL, "--num_processes", "4", "--mixed_precision", "fp16"), 4, "fp16"),
+        (("torch.distributed.run", "--nproc_per_node=4"), 4, "no"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else str(value),
+)
+def test_the_documented_commands(
+    words: tuple[str, ...], processes: int, precision: str, histories: Path, tmp_path: Path
+) -> None:
+    """Items 129, 137: also with CUDA_VISIBLE_DEVICES; 16 bits of the command line are used on the CPU too."""
     folder = make(tmp_path / "work", histories)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        *words,
-        TRAINER,
-        *WORDS,
-        "--set",
-        "train_timesteps=3",
-    ]
+    command = [sys.executable, "-m", *words, TRAINER, *WORDS, "--set", "train_timesteps=3"]
     environ = os.environ | QUIET | {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub")}
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environ, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Mixed precision: {'fp16' if 'fp16' in words else 'no'}\n" in done.stdout
+    assert done.stdout.count(f"Number of processes: {processes}\n") == 1
+    assert f"Mixed precision: {precision}\n" in done.stdout
+    total = ROWS * processes
+    assert f"Global batch size: {total} ({ROWS} per GPU x {processes} processes x 1 accumulated)\n" in done.stdout
+    assert check_file(folder) == 3
 
 
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
@@ -225,11 +254,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(
     """Item 162."""
     folder = tmp_path / "work"
     foreign = begin("torchrun", folder, histories, LOCKSTEP_FAULT="hang@seconds=0.2")
-    deadline = time.monotonic() + SECONDS
-    while max(steps(folder), default=-1) < 6:
-        assert foreign.process.poll() is None, foreign.finish(5)[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    foreign.reaches(folder / RUN, 6, SECONDS)
     foreign.process.send_signal(signal.SIGTERM)
     code, output = foreign.finish(SECONDS)
     assert code != 0, output

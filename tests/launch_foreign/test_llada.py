@@ -18,7 +18,18 @@ import torch
 from lockstep.launch import processes
 from lockstep.runtime import env
 from tests.doors.windows import LLADA, QUICK, TRAIN, make
-from tests.launch_foreign.foreign import LAUNCHERS, QUIET, Foreign, failure_of, last_block, start
+from tests.launch_foreign.foreign import (
+    LAUNCHERS,
+    QUIET,
+    Foreign,
+    bits_of,
+    events_of,
+    failure_of,
+    last_block,
+    losses_of,
+    start,
+    steps_of,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,24 +65,16 @@ def begin_alone(folder: Path, fault: str = "", *words: str) -> Foreign:
     return Foreign(process, run_id)
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "runs/run/events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def steps(folder: Path) -> dict[int, dict[str, Any]]:
-    return {event["step"]: event for event in events(folder) if event["kind"] == "step"}
+    return steps_of(folder / "runs/run")
 
 
 def bits(folder: Path) -> dict[int, tuple[str, str, str]]:
-    """Step -> loss, gradient norm and digest of the weights, to the bit."""
-    return {step: (one["loss_hex"], one["grad_norm_hex"], one["digest"]) for step, one in steps(folder).items()}
+    return bits_of(folder / "runs/run")
 
 
 def losses(folder: Path) -> list[float]:
-    found = steps(folder)
-    assert sorted(found) == list(range(STEPS))
-    return [found[step]["loss"] for step in sorted(found)]
+    return losses_of(folder / "runs/run", STEPS)
 
 
 def check_files(folder: Path) -> set[int]:
@@ -130,7 +133,7 @@ def test_killed_in_the_third_epoch_it_goes_on(
     kept = check_files(tmp_path)
     code, output = run[after]("", *rows, "--resume", "auto").finish(SECONDS)
     assert code == 0, output
-    (resumed,) = [event for event in events(tmp_path) if event["kind"] == "resume"]
+    (resumed,) = [event for event in events_of(tmp_path / "runs/run") if event["kind"] == "resume"]
     assert resumed["step"] == 2 * TRAIN // ROWS
     assert ("The global batch stays 2 rows" in output) == (before != after)
     if before == after == "two":
@@ -168,11 +171,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(
 ) -> None:
     """Item 162."""
     foreign = begin("torchrun", tmp_path, "hang@seconds=0.1")
-    deadline = time.monotonic() + SECONDS
-    while max(steps(tmp_path), default=-1) < 13:
-        assert foreign.process.poll() is None, foreign.finish(5)[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    foreign.reaches(tmp_path / "runs/run", 13, SECONDS)
     foreign.process.send_signal(signal.SIGTERM)
     code, output = foreign.finish(SECONDS)
     assert code != 0, output
@@ -181,7 +180,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(
     assert 13 <= last < STEPS - 1, "it stopped"
     code, output = begin("torchrun", tmp_path, "", "--resume").finish(SECONDS)
     assert code == 0, output
-    (resumed,) = [event for event in events(tmp_path) if event["kind"] == "resume"]
+    (resumed,) = [event for event in events_of(tmp_path / "runs/run") if event["kind"] == "resume"]
     assert resumed["step"] == last + 1
     assert bits(tmp_path) == bits(whole)
 

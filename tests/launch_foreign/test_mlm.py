@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.gates.training import FEW_DOCUMENTS
-from tests.launch_foreign.foreign import LAUNCHERS, ROOT, Foreign, failure_of, last_block, start
+from tests.launch_foreign.foreign import LAUNCHERS, ROOT, Foreign, bits_of, events_of, failure_of, last_block, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -37,17 +36,11 @@ def begin(launcher: str, folder: Path, fault: str = "", *words: str) -> Foreign:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "runs/run/events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return events_of(folder / "runs/run")
 
 
 def losses(folder: Path) -> dict[int, tuple[str, str, str]]:
-    """Step -> loss, gradient norm and digest of the weights, to the bit."""
-    return {
-        one["step"]: (one["loss_hex"], one["grad_norm_hex"], one["digest"])
-        for one in events(folder)
-        if one["kind"] == "step"
-    }
+    return bits_of(folder / "runs/run")
 
 
 def check_results(folder: Path) -> int:
@@ -97,11 +90,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(
     whole, cut = losses(tmp_path / "whole"), tmp_path / "cut"
     assert sorted(whole) == list(range(len(whole)))
     foreign = begin(launcher, cut, "hang@seconds=0.1")
-    deadline = time.monotonic() + SECONDS
-    while max(losses(cut), default=-1) < 13:
-        assert foreign.process.poll() is None, foreign.finish(5)[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    foreign.reaches(cut / "runs/run", 13, SECONDS)
     foreign.process.send_signal(signal.SIGTERM)
     code, output = foreign.finish(SECONDS)
     assert code != 0, output

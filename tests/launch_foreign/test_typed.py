@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.launch import processes
-from tests.launch_foreign.foreign import LAUNCHERS, Foreign, failure_of, start
+from tests.launch_foreign.foreign import (
+    LAUNCHERS,
+    Foreign,
+    check_one_bar,
+    failure_of,
+    start,
+    start_on_terminal,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -121,43 +124,14 @@ def test_nothing_is_saved_after_one_rank_was_killed(
     assert failure_of(tmp_path / "runs/run")["exit_code"] == 137
 
 
-@pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x28\x00\x78\x00\x00\x00\x00\x00")  # 40 lines of 120
-    yield ours, theirs
-    os.close(ours)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
-def test_one_progress_bar_on_a_terminal(
-    launcher: str, tmp_path: Path, shared_cache: Path, terminal: tuple[int, int]
-) -> None:
+def test_one_progress_bar_on_a_terminal(launcher: str, tmp_path: Path, shared_cache: Path) -> None:
     """Item 133: the other ranks are silent."""
-    ours, theirs = terminal
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], *WORDS, *QUIET, "--max-steps", "12"]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "LOCKSTEP_FAULT": "hang@seconds=0.1"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    )
-    os.close(theirs)
-    seen = b""
-    try:
-        while True:
-            seen += os.read(ours, 65536)
-    except OSError:  # the last writer has closed it
-        code = process.wait(SECONDS)
-    text = seen.decode("utf-8", "replace")
-    assert code == 0, text
-    assert text.count("\x1b[?25l") == 1, "each bar hides the cursor once, when it begins"
-    plain = re.sub(r"Step \[\d+/12\]|\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    bars = [int(done) for done in re.findall(r"(\d+)/12\b", plain)]
-    assert bars == sorted(bars), f"two bars take turns: {bars}"
-    assert bars[-1:] == [12], text[-2000:]
-    assert "[GPU1]" not in text
-    for step in range(12):
-        assert len(re.findall(rf"Step \[{step}/12\]", text)) <= 1
+    slow = {"LOCKSTEP_FAULT": "hang@seconds=0.1"}
+    code, screen = start_on_terminal(launcher, *WORDS, *QUIET, "--max-steps", "12", cwd=tmp_path, variables=slow)
+    assert code == 0, screen
+    check_one_bar(screen, 12)
 
 
 def accelerate(folder: Path, *flags: str, home: Path | None = None) -> str:

@@ -1,4 +1,4 @@
-"""PPO against stable-baselines3 itself, where it is installed: one rollout and all its updates, number by number."""
+"""PPO against stable-baselines3 itself: one rollout and all its updates, number by number."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def towers(stack: Stack, theirs: dict[str, torch.Tensor]) -> list[tuple[torch.Te
 @pytest.mark.filterwarnings("ignore")  # those of another package
 @pytest.mark.parametrize("epochs", [1, 20])
 def test_all_updates_of_a_rollout(epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = pytest.importorskip("stable_baselines3")
+    import stable_baselines3 as theirs
+
     from lockstep.worlds.gymnasium_env import GridEnv
 
     monkeypatch.setattr(np.random, "permutation", (recorded := Recorder()).permutation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,15 @@ from torch import Tensor
 
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
+from lockstep.models import attention
 from lockstep.models.agent import Agent, Attention
 from lockstep.models.agent_shapes import AgentShape
-from lockstep.models.build import compile_blocks
+from lockstep.models.build import build, compile_blocks
 from lockstep.models.initialise import fill, initialise
-from lockstep.models.shapes import memory_bytes
+from lockstep.models.options import AgentOptions
+from lockstep.models.shapes import memory_bytes, resolve
 from tests.agents import REGIONS, TINY, histories, make
+from tests.kept import saved_bytes
 
 CPU = torch.device("cpu")
 
@@ -130,6 +132,27 @@ def test_compiled_blocks_are_one_graph_each_and_compute_the_same(shape: AgentSha
         torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_regions_have_fixed_lengths() -> None:
+    """Two: all regions but the last are asked for summaries. Flex attention is not made for lengths that vary."""
+    shapes, varying = set[Any](), list[Any]()
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        shapes.update(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
+        varying.extend(value for value in inputs if not isinstance(value, Tensor))
+        return graph.forward
+
+    agent = make(REGIONS)
+    compile_blocks(agent, sharded=False, backend=backend)
+    try:
+        agent(histories(2, 34))
+    finally:
+        torch.compiler.reset()
+    region, summaries, width = REGIONS.region, REGIONS.summary_tokens, REGIONS.hidden_size
+    assert {(2, region + 2 * summaries, width), (2, 4 + summaries, width)} <= shapes
+    assert not varying
+
+
 def test_only_what_is_needed_is_kept_and_saved() -> None:
     """No buffer in a checkpoint; in training no key or value outlives its block but for the backward pass."""
     for shape in (TINY, REGIONS, replace(REGIONS, dynamics=True)):
@@ -187,23 +210,22 @@ def test_the_heads_have_a_spread_of_their_own() -> None:
             ), name
 
 
-def saved_bytes(agent: Agent, *, bf16: bool) -> int:
-    """Bytes kept for the backward pass, weights not counted, each storage once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in agent.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}
+def read_bytes(agent: Agent, *, bf16: bool) -> int:
+    return saved_bytes(agent, lambda: agent(histories(4, 80)), bf16=bf16)
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext(),
-    ):
-        agent(histories(4, 80))
-    return sum(size for size, _ in kept.values())
+@pytest.mark.parametrize(("dropout", "said"), [(0.1, True), (0.0, False)])
+def test_who_asks_for_a_kernel_hears_what_runs(dropout: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention drops no probabilities: the plain maths does it, and the notice says so."""
+    monkeypatch.setattr(attention, "resolve", lambda *_, **__: ("flex", "attention: flex, as asked"))
+    options = AgentOptions(attention_dropout=dropout, compile="off")
+    built = build(
+        options, resolve(options, context_length=80), device=torch.device("cpu"), dtype_name="fp32", seed=1,
+        checkpointing=False, deterministic=False, debug=False,
+    )  # fmt: skip
+    notice = "attention: flex, as asked; native_math in training, for model.attention_dropout"
+    assert (notice in built.notices) == said
+    assert said or "attention: flex, as asked" in built.notices
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -212,7 +234,7 @@ def test_the_memory_estimate_is_what_is_kept(compressed: bool, bf16: bool) -> No
     shape = AgentShape(5, 128, 512, 6, 8, compressed=compressed, region=20, summary_tokens=4)
     sizes: dict[str, Any] = {"batch_size": 4, "context_length": 80, "dtype_name": "bf16" if bf16 else "fp32"}
     plain, saving = (memory_bytes(shape, **sizes, checkpointing=flag, compiled=False) for flag in (False, True))
-    kept = saved_bytes(make(shape, dropout=0.1), bf16=bf16)
+    kept = read_bytes(make(shape, dropout=0.1), bf16=bf16)
     assert plain.activations + plain.copies == pytest.approx(kept, rel=0.15)
-    assert saved_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16) < kept / 2
+    assert read_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16) < kept / 2
     assert saving.activations < plain.activations / 2

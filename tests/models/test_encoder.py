@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from lockstep.models.encoder import Encoder
 from lockstep.models.encoder_shapes import KNOWN, EncoderShape
 from lockstep.models.initialise import initialise
 from lockstep.models.shapes import memory_bytes
+from tests.kept import saved_bytes
 
 TINY = replace(KNOWN["lockstep/mlm-tiny"], num_layers=4, local_attention=8, max_position_embeddings=64)
 ARCHITECTURES = ("prenorm", "bert", "modern")
@@ -182,25 +182,10 @@ def test_checkpointing_changes_no_bit_and_repeats_dropout(architecture: str) -> 
     assert torch.equal(dropping.eval()(inputs), plain(inputs))  # and is off outside training
 
 
-def saved_bytes(model: Encoder, *, bf16: bool = False) -> int:
-    """Bytes kept for the backward pass, weights not counted, each storage once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
+def filled_bytes(model: Encoder, *, bf16: bool = False) -> int:
     inputs = ids(4, 64)
     targets, places = chosen(inputs, every=7)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext(),
-    ):
-        model(inputs, targets, places_M=places)
-    return sum(size for size, _ in kept.values())
+    return saved_bytes(model, lambda: model(inputs, targets, places_M=places), bf16=bf16)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -209,9 +194,9 @@ def test_the_memory_estimate_is_what_is_kept(architecture: str, bf16: bool) -> N
     shape = shape_of(architecture, num_layers=6, hidden_size=128, intermediate_size=512, global_every=1)
     sizes: dict[str, Any] = {"batch_size": 4, "context_length": 64, "dtype_name": "bf16" if bf16 else "fp32"}
     plain, saving = (memory_bytes(shape, **sizes, checkpointing=flag, compiled=False) for flag in (False, True))
-    kept = saved_bytes(make(shape, dropout=0.1), bf16=bf16)
+    kept = filled_bytes(make(shape, dropout=0.1), bf16=bf16)
     assert plain.activations + plain.copies == pytest.approx(kept, rel=0.15)
-    checkpointed = saved_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16)
+    checkpointed = filled_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16)
     assert checkpointed < kept / 2
     assert saving.activations < plain.activations / 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from lockstep.models import llama
 from lockstep.models.initialise import initialise
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN, LlamaShape, memory_bytes
+from tests.kept import saved_bytes
 
 TINY = KNOWN["lockstep/tiny"]
 
@@ -34,23 +34,8 @@ def gradients(model: Llama, total: Tensor) -> dict[str, Tensor]:
     return dict(zip(parameters, torch.autograd.grad(total, list(parameters.values())), strict=True))
 
 
-def saved_bytes(model: Llama, batch: Tensor, *, bf16: bool = False) -> int:
-    """Bytes kept for the backward pass, weights not counted, each storage once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext(),
-    ):
-        model(batch, batch)
-    return sum(size for size, _ in kept.values())
+def next_bytes(model: Llama, batch: Tensor, *, bf16: bool = False) -> int:
+    return saved_bytes(model, lambda: model(batch, batch), bf16=bf16)
 
 
 def test_parameter_names_are_the_documented_ones() -> None:
@@ -91,7 +76,7 @@ def test_checkpointing_changes_no_bit_and_keeps_less() -> None:
     first, second = (gradients(model, loss) for model, loss in zip((plain, saving), losses, strict=True))
     assert all(torch.equal(first[name], second[name]) for name in first)
     logits = 4 * 129 * 512 * 4  # kept by the loss either way
-    assert saved_bytes(saving, batch) - logits < (saved_bytes(plain, batch) - logits) / 4
+    assert next_bytes(saving, batch) - logits < (next_bytes(plain, batch) - logits) / 4
 
 
 def test_checkpointing_repeats_dropout() -> None:
@@ -117,7 +102,7 @@ def test_the_memory_estimate_is_what_is_kept(bf16: bool) -> None:
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert estimate.states == 4 * 4 * counted  # weights, gradients, two moments
     log_softmax = 4 * 64 * 512 * 4
-    kept = saved_bytes(model, ids(4, 64), bf16=bf16) - log_softmax
+    kept = next_bytes(model, ids(4, 64), bf16=bf16) - log_softmax
     assert estimate.activations + estimate.copies == pytest.approx(kept, rel=0.15)
 
 

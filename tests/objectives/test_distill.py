@@ -311,6 +311,10 @@ def test_guesses_count_what_is_alike(histories: Histories) -> None:
     assert 1 < told["kind"][1] < 1.6  # nearly all lie inside
     assert told["x"][0] == told["reward"][0] == 2.0
     assert set(made(histories, terms={}).guesses(batches)) == {"action"}
+    brief = made(replace(histories, horizon=1))  # no step has an outcome that is told
+    batch = brief.collate(rows_of(range(10)), DRAW)
+    assert batch.weights["loss_dynamics"] == 0
+    assert set(brief.guesses([batch])) == {"action", "kind"}
 
 
 def test_text_is_refused(histories: Histories) -> None:

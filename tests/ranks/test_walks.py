@@ -78,7 +78,7 @@ def trained(group: Group, folder: Path, settings: dict[str, Any]) -> tuple[list[
     return told, (parts.outcome.returns == again).all(), [record.loss for record in recorder.records]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_run_walks_with_all_its_ranks(ranks: Pool, tmp_path: Path, mode: str) -> None:
     results = ranks(2, trained, tmp_path, {"system.mode": mode})
     told = results[0][0]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from lockstep.report import returns
+from lockstep.report.learning import curves
 from lockstep.report.walks import (
     FINE,
     PLAIN,
@@ -119,3 +123,19 @@ def test_returns_are_drawn(tasks: int, episodes: int) -> None:
     assert drawn.startswith(b"\x89PNG")
     other = returns.picture(paid + 1, optimum=np.full(tasks, 7), names=names, source=source, title="x")
     assert other != drawn
+
+
+def test_episodes_are_whole_numbers_on_the_axis_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[float] = []
+
+    def look(figure: Any, file: Any, **_: Any) -> None:
+        del file
+        figure.canvas.draw()
+        ticks.extend(float(tick) for axes in figure.axes for tick in axes.get_xticks())
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    paid = np.ones((3, 2, 5))
+    returns.picture(paid, optimum=np.full(3, 7), names=["a", "b", "c"], source=None, title="x")
+    curves(paid[:, 0], single=paid[0, 0], optimum=7.0, title="x")
+    assert ticks
+    assert not [tick for tick in ticks if tick % 1]

@@ -25,7 +25,8 @@ SETTINGS: dict[str, Any] = {  # two episodes are seen, ten more are summaries; t
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_summaries_beat_forgetting(tmp_path: Path) -> None:
-    """Sixteen unseen goals of a 9 x 9 room, optimum 16.6: the last ten episodes with four summaries, and with none."""
+    """Sixteen unseen goals of a 9 x 9 room, optimum 16.6: the last ten episodes pay 10.2 to 11.0 with four
+    summaries, 2.6 to 4.0 with none."""
     for seed in (1, 2, 3):
         own = {**SETTINGS, "system.seed": seed, "data.data_path": tmp_path / "histories"}
         kept, forgotten = (
@@ -33,4 +34,4 @@ def test_summaries_beat_forgetting(tmp_path: Path) -> None:
             for count in (4, 0)
         )
         print(f"seed {seed}: {kept:.2f} with summaries, {forgotten:.2f} without")
-        assert kept > forgotten + 3.0
+        assert kept > forgotten + 4.0

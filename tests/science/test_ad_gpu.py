@@ -50,6 +50,7 @@ def test_the_goals_are_the_published_ones() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @needs_gpu
 @pytest.mark.timeout(900)
 def test_the_documented_goals_in_eight_minutes(tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ def test_the_documented_goals_in_eight_minutes(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @needs_gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("split", [1, 2, 3])
@@ -77,6 +79,7 @@ def test_other_goals_are_found_as_well(tmp_path: Path, split: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @needs_gpu
 @pytest.mark.timeout(900)
 def test_keys_and_doors_are_found_more_often_than_by_the_teacher_at_last(tmp_path: Path) -> None:

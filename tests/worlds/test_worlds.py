@@ -133,7 +133,9 @@ def test_the_others_have_theirs() -> None:
 
 
 def test_the_split_is_the_published_one() -> None:
+    before = random.getstate()
     train, test = split(81, seed=0, ratio=0.9)
+    assert random.getstate() == before, "nobody else's generator"
     assert (len(train), len(test)) == (73, 8)
     assert sorted(train + test) == list(range(81))
     assert test == (38, 51, 62, 65, 33, 5, 53, 49)
@@ -164,14 +166,34 @@ def test_gymnasium_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None
     assert "lockstep-train[rl]" in str(error.value)
 
 
-def test_a_task_as_a_gymnasium_environment() -> None:
-    gymnasium = pytest.importorskip("gymnasium")
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_world_is_a_gymnasium_environment(name: str) -> None:
+    """By gymnasium's own checker; what it says of a walk is what the tables say."""
     from gymnasium.utils.env_checker import check_env
 
     from lockstep.worlds.gymnasium_env import GridEnv
 
-    env = GridEnv(darkroom.build(), 49)
+    world, dice = BUILDERS[name](size=3), random.Random(1)
+    task = world.tasks // 2
+    env = GridEnv(world, task)
     check_env(env, skip_render_check=True)
+    for _ in range(2):
+        seen, _ = env.reset()
+        state = torch.tensor(world.start)
+        for _ in range(world.horizon):
+            assert seen.tolist() == world.coordinates(state).tolist()
+            action = dice.randrange(world.actions)
+            state, pays = world.step(torch.tensor(task), state, torch.tensor(action))
+            seen, reward, *_ = env.step(action)
+            assert reward == float(pays)
+
+
+def test_a_task_as_a_gymnasium_environment() -> None:
+    import gymnasium
+
+    from lockstep.worlds.gymnasium_env import GridEnv
+
+    env = GridEnv(darkroom.build(), 49)
     assert isinstance(env.action_space, gymnasium.spaces.Discrete)
     env.reset()
     rows = [env.step(0 if time == 0 else 4) for time in range(20)]

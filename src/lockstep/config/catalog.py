@@ -89,8 +89,13 @@ class Catalog:
         if near := _nearest(name, sorted({setting.path[-1] for setting in self.settings.values()})):
             return f"did you mean {' or '.join(setting.key for setting in self.by_name(near))}?"
         if len(path) == 1:
-            return f"sections: {', '.join(self.sections)}; all settings: lockstep config explain"
-        return f"all settings: lockstep config explain {section if section in self.sections else ''}".rstrip()
+            return f"sections: {', '.join(self.sections)}; all settings: {self.explanation()}"
+        return f"all settings: {self.explanation(section if section in self.sections else '')}"
+
+    def explanation(self, key: str = "") -> str:
+        """The command that explains a setting or section of this family, or all of them."""
+        words = ("lockstep config explain", key, "" if self.family in ("", "llama") else f"--family {self.family}")
+        return " ".join(word for word in words if word)
 
 
 def _nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

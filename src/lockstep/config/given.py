@@ -67,7 +67,7 @@ def _flat(document: reader.Document, known: Catalog) -> Iterable[tuple[tuple[str
             raise ConfigError(
                 f"{key}: got {show_value(value)}, expected a section with settings",
                 where=where,
-                hint=f"lockstep config explain {key}",
+                hint=known.explanation(key),
             )
 
 

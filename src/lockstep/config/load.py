@@ -42,7 +42,7 @@ def load(
         from_document(document, known, preset=preset) for document in reader.read_file(preset_file(family, preset))
     ]
     if file is not None:
-        layers += [from_document(document, known) for document in read_config(file)]
+        layers += [from_document(document, known) for document in read_config(file, family)]
     layers.append([from_flag(key, text, known) for key, text in flags])
     layers.append(from_overrides(overrides, known))
     loaded = resolve(family, layers, preset=preset)
@@ -57,9 +57,12 @@ def from_dict(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
 
 
 def load_file(path: Path, family: str = "llama") -> Loaded:
-    """A configuration file over the defaults, without a preset."""
+    """A configuration file over the defaults, without a preset; of the family that it names, else of the given one."""
+    documents = read_config(path, family)
+    for document in documents:
+        family = str(document.tree.get("family", family))
     known = catalog(family)
-    return resolve(family, [from_document(document, known) for document in read_config(path)], preset="")
+    return resolve(family, [from_document(document, known) for document in documents], preset="")
 
 
 def replaced(config: RunConfig, overrides: Mapping[str, Any]) -> Loaded:
@@ -122,7 +125,7 @@ def _presets_folder(family: str) -> Path:
     return next((folder for folder in PRESETS_FOLDERS if folder.is_dir()), PRESETS_FOLDERS[0]) / family
 
 
-def read_config(path: Path) -> list[reader.Document]:
+def read_config(path: Path, family: str) -> list[reader.Document]:
     """A file the user named, with all it includes."""
     try:
         there = path.exists()
@@ -132,8 +135,7 @@ def read_config(path: Path) -> list[reader.Document]:
         raise ConfigError(
             "no such configuration file",
             where=f"--config {str(path)[:300]!r}" if not str(path).isprintable() else f"--config {str(path)[:300]}",
-            hint="lockstep init llama DIR puts examples into a folder: custom_config.json, test_config.json, "
-            "single_gpu.json, debug_config.json, my_config.json, config_stable.json",
+            hint=families.FAMILIES[family].example_files(),
         )
     return reader.read_file(path)
 

@@ -44,7 +44,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
     for rank, layer in enumerate(layers):
         for item in _translate(layer, known, notices):
             _merge(merged, replace(item, rank=rank))
-    _join_precision(merged, notices)
+    _join_precision(merged, notices, known)
     _prefer_own_data(merged, notices)
     _prefer_steps(merged, notices)
     same_length = merged.pop(renames.MAX_SEQ_LENGTH, None)
@@ -161,16 +161,16 @@ def _retire(item: Given, retired: renames.Retired, notices: list[str]) -> None:
         notices.append(f"{item.key_where}: {item.written} has no effect: {retired.reason}")
 
 
-def _join_precision(merged: dict[tuple[str, ...], Given], notices: list[str]) -> None:
+def _join_precision(merged: dict[tuple[str, ...], Given], notices: list[str], known: Catalog) -> None:
     """`use_amp` and `amp_dtype`, wherever they stand, as training.precision."""
     use_amp, amp_dtype = merged.pop(renames.USE_AMP, None), merged.pop(renames.AMP_DTYPE, None)
     latest = max((item for item in (use_amp, amp_dtype) if item), key=lambda item: item.rank, default=None)
     if latest is None:
         return
     if use_amp and not isinstance(use_amp.value, bool):
-        raise _refusal(use_amp, joint_setting(renames.USE_AMP))
+        raise _refusal(use_amp, joint_setting(renames.USE_AMP), known)
     if amp_dtype and renames.dtype(amp_dtype.value) is None:
-        raise _refusal(amp_dtype, joint_setting(renames.AMP_DTYPE))
+        raise _refusal(amp_dtype, joint_setting(renames.AMP_DTYPE), known)
     value = renames.precision_of(
         use_amp.value if use_amp else None, renames.dtype(amp_dtype.value) if amp_dtype else None
     )
@@ -204,7 +204,7 @@ def _validate(family: str, merged: Mapping[tuple[str, ...], Given], known: Catal
     bad = [path if path in merged else path[:1] for path in locations]
     first = min((merged[path] for path in bad if path in merged), key=lambda item: item.rank, default=None)
     assert first is not None, f"the defaults do not fit their own schema: {locations}"
-    raise _refusal(first, known.settings[first.path])
+    raise _refusal(first, known.settings[first.path], known)
 
 
 def _check_texts(item: Given) -> None:
@@ -219,12 +219,12 @@ def _check_texts(item: Given) -> None:
             )
 
 
-def _refusal(item: Given, setting: Setting) -> ConfigError:
+def _refusal(item: Given, setting: Setting, known: Catalog) -> ConfigError:
     """Got, expected, and the likely slip."""
     value = item.value
     key = setting.key if item.origin.layer != "flag" or item.written != setting.key else ""
     got = "something else" if setting.secret else show_value(value)
-    hint = f"lockstep config explain {setting.key}"
+    hint = known.explanation(setting.key)
     if isinstance(value, str) and setting.types & {"integer", "number", "boolean"} and item.origin.layer != "flag":
         meant = reader.scalar(value)
         if isinstance(meant, int | float) and math.isfinite(meant):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ def _read_chain(path: Path, parents: tuple[Path, ...], count: list[int]) -> list
     for name in names:
         if not isinstance(name, str) or not name or "\0" in name:
             raise ConfigError("include: expected a path or a list of paths", where=where)
-        beside = path.parent / name
+        beside = _shortest(path.parent / name)
         target = beside if beside.is_file() or not Path(name).is_file() else Path(name)
         if target.resolve() in chain:
             raise ConfigError(f"include: {name} includes itself", where=where, hint="break the circle")
@@ -70,6 +71,12 @@ def _read_chain(path: Path, parents: tuple[Path, ...], count: list[int]) -> list
             raise ConfigError(f"include: no file {name}", where=where, hint="it counts from that file, or from here")
         documents += _read_chain(target, chain, count)
     return [*documents, document]
+
+
+def _shortest(path: Path) -> Path:
+    """The name without .. where it is of the same file; behind a link it may be of another."""
+    short = Path(os.path.normpath(path))
+    return short if path.is_file() and short.is_file() and short.samefile(path) else path
 
 
 def _read_bytes(path: Path) -> bytes:

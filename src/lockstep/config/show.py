@@ -80,8 +80,7 @@ def _json(value: Any) -> str:
 
 def explain(key: str, family: str, *, known_models: tuple[str, ...] = ()) -> str:
     """What a setting means; a section or nothing explains all of it."""
-    known = catalog(family)
-    path = tuple(part.replace("-", "_") for part in key.split(".")) if key else ()
+    known, path = catalog(family), _path_of(key)
     if not path or (len(path) == 1 and path[0] in known.sections):
         wanted = [setting for setting in known.settings.values() if not path or setting.path[0] == path[0]]
         width = max(len(setting.key) for setting in wanted)
@@ -89,15 +88,33 @@ def explain(key: str, family: str, *, known_models: tuple[str, ...] = ()) -> str
     if (gone := renames.retired(path, family)) is not None and gone.reason:
         inert = " or ".join(show_value(value) for value in gone.inert)
         return f"{key} has no effect: {gone.reason}. Accepted with a notice when {inert}, refused otherwise."
-    if path in renames.JOINT:
-        path = ("training", "context_length") if path == renames.MAX_SEQ_LENGTH else ("training", "precision")
-    found = known.settings.get(path) or known.settings.get(renames.moved(path, family) or ())
-    if found is None and len(path) == 1:
-        named = known.by_name(path[0])
-        found = named[0] if len(named) == 1 else None
-    if found is None:
+    if (found := _find(path, family)) is None:
         raise ConfigError(f"no setting {key[:200]!r}", where="KEY", hint=known.suggest(path))
     return _explain_one(found, family, known_models)
+
+
+def family_of(key: str) -> str:
+    """The first family that knows a setting; the first of all where none does."""
+    path = _path_of(key)
+    knowing = (family for family in FAMILIES if _find(path, family) or renames.retired(path, family))
+    return next(knowing, next(iter(FAMILIES)))
+
+
+def _path_of(key: str) -> tuple[str, ...]:
+    return tuple(part.replace("-", "_") for part in key.split(".")) if key else ()
+
+
+def _find(path: tuple[str, ...], family: str) -> Setting | None:
+    """The setting of that path, former word or last name."""
+    known = catalog(family)
+    if path in renames.JOINT:
+        path = ("training", "context_length") if path == renames.MAX_SEQ_LENGTH else ("training", "precision")
+    named = known.by_name(path[0]) if len(path) == 1 else []
+    return (
+        known.settings.get(path)
+        or known.settings.get(renames.moved(path, family) or ())
+        or (named[0] if len(named) == 1 else None)
+    )
 
 
 def _explain_one(setting: Setting, family: str, known_models: tuple[str, ...]) -> str:

@@ -80,6 +80,7 @@ class DataOptions(Section, frozen=True):
 class HistoryOptions(DataOptions, frozen=True):
     """Histories of source learners: the worlds they are of, who learnt in them, and which of them are distilled."""
 
+    data_path: str | None = setting(None, "Folder of the histories (null: datasets).", max_length=4000)
     env: Literal["darkroom", "darkroompermuted", "key_door"] = setting("darkroom", "The world that is learnt in.")
     grid_size: int = setting(9, "Cells of a side of the grid.", ge=2, le=16)
     horizon: int | None = setting(None, "Steps of an episode (null: the world's own).", unit="steps", ge=1, le=1 << 20)

@@ -40,13 +40,16 @@ from lockstep.engine.history_files import (
     world_settings,
 )
 from lockstep.errors import ConfigError, DataError, Stopped
-from lockstep.learners import draws, picture
+from lockstep.learners import draws
 from lockstep.learners.history import Learner
 from lockstep.learners.network import one_thread
+from lockstep.report import learning
 from lockstep.runtime.signals import UNSTOPPABLE
 from lockstep.worlds.table import World
 
 log = logging.getLogger(__name__)
+
+STEP_BYTES = 3 + 3 + 29  # on disk: in a chunk, in the table, in the HDF5 file
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,14 @@ class Collection:
 
     def file(self, suffix: str) -> Path:
         return self.folder / f"{self.stem}.{suffix}"
+
+    @property
+    def learners(self) -> int:
+        return len(self.tasks) * self.streams // self.learner.streams_per_learner
+
+    def side_by_side(self, device: torch.device) -> int:
+        """How many learners are a chunk: all of a small collection, which is not filled up to a large one's."""
+        return min(self.learners, self.learner.chunk(device))
 
     def only(self, tasks: Iterable[int]) -> Collection:
         """The same for some of the tasks."""
@@ -157,6 +168,7 @@ def _open(wanted: Collection, how: How) -> Note | None:
     if how.overwrite or not final.exists():
         return None
     _refuse_others(settings_of(final), wanted, final, how.again)
+    shutil.rmtree(wanted.file("parts"), ignore_errors=True)  # of one that was killed at the very end
     if (note := read_note(final)) and note.world == world_settings(wanted.world):  # made while we waited
         return note
     return import_hdf5(final, wanted.file("npy"), wanted.world)
@@ -166,6 +178,7 @@ def _collect(wanted: Collection, how: How, builder: Path) -> Note:
     import h5py  # noqa: F401 - who has no such package hears it before the work, not after
 
     final, table = wanted.file("hdf5"), wanted.file("npy")
+    _check_room(wanted)
     parts = _parts(wanted, how)
     total = len(wanted.tasks) * wanted.streams * wanted.steps
     with Headway(lambda line: note_beside(builder, line), progress=how.progress, unit="steps") as headway:
@@ -181,11 +194,23 @@ def _collect(wanted: Collection, how: How, builder: Path) -> Note:
     return Note(wanted.settings(), world_settings(wanted.world), wanted.tasks)
 
 
+def _check_room(wanted: Collection) -> None:
+    """Refuse before the work what the disk cannot hold."""
+    steps = len(wanted.tasks) * wanted.streams * wanted.steps
+    there = sum(path.stat().st_size for path in wanted.file("parts").glob("*.npy"))
+    needed, free = steps * STEP_BYTES - there, shutil.disk_usage(wanted.folder).free
+    if needed > free:
+        raise ConfigError(
+            f"{steps:,} steps need {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free",
+            where=str(wanted.folder),
+            hint="a smaller data.total_source_timesteps, or a data.data_path on another disk",
+        )
+
+
 def _parts(wanted: Collection, how: How) -> list[Path]:
     """The files of the chunks, in order; some may be there. What they were made with lies beside them."""
     folder, device = wanted.file("parts"), how.device
-    learners = len(wanted.tasks) * wanted.streams // wanted.learner.streams_per_learner
-    chunk = wanted.learner.chunk(device)
+    chunk = wanted.side_by_side(device)
     settings = {**wanted.settings(), "chunk": chunk, "device": device.type}
     told = folder / "settings.json"
     if told.exists() and how.overwrite and differences(read_json(told), settings):
@@ -195,7 +220,7 @@ def _parts(wanted: Collection, how: How) -> list[Path]:
     else:
         folder.mkdir(exist_ok=True)
         rundir.write_json(told, settings)
-    return [folder / f"{number:05d}.npy" for number in range(-(-learners // chunk))]
+    return [folder / f"{number:05d}.npy" for number in range(-(-wanted.learners // chunk))]
 
 
 def _make(wanted: Collection, parts: list[Path], how: How, headway: Headway) -> None:
@@ -204,7 +229,7 @@ def _make(wanted: Collection, parts: list[Path], how: How, headway: Headway) -> 
     if 0 < len(missing) < len(parts):
         log.info("%s: %d of %d chunks are there", wanted.stem, len(parts) - len(missing), len(parts))
     world = wanted.world.to(how.device)
-    each = wanted.learner.chunk(how.device) * wanted.learner.streams_per_learner * wanted.steps
+    each = wanted.side_by_side(how.device) * wanted.learner.streams_per_learner * wanted.steps
     headway.done = each * (len(parts) - len(missing))
     with one_thread():
         pool = ThreadPoolExecutor(how.threads, initializer=_begin_thread)
@@ -233,7 +258,7 @@ def _chunk(wanted: Collection, world: World, number: int, path: Path) -> None:
     """Run the learners of one chunk and keep their histories."""
     device = world.moves_CA.device
     learner, shared = wanted.learner, wanted.learner.streams_per_learner
-    most = learner.chunk(device) * shared
+    most = wanted.side_by_side(device) * shared
     rows = torch.arange(number * most, min((number + 1) * most, len(wanted.tasks) * wanted.streams), device=device)
     real = len(rows)
     if device.type != "cpu":  # a product on a GPU may round by how many there are: always the same number
@@ -273,14 +298,14 @@ def returns(histories: np.ndarray[Any, Any], horizon: int) -> Iterator[np.ndarra
     """For each task (streams, episodes): what each whole episode paid."""
     whole = histories.shape[-1] // horizon
     for rewards in histories[COLUMNS.index("rewards")]:
-        yield rewards[:, : whole * horizon].reshape(-1, whole, horizon).sum(-1, dtype=np.int64)
+        yield rewards[:, : whole * horizon].reshape(len(rewards), whole, horizon).sum(-1, dtype=np.int64)
 
 
 def _draw(wanted: Collection, histories: np.ndarray[Any, Any]) -> None:
     """The learning curves, where there is an episode to show and a package to draw it."""
     curves = [(task.mean(0), task[0]) for task in returns(histories, wanted.world.horizon)]
     best = wanted.world.optimum(torch.tensor(wanted.tasks)).double().mean().item()
-    if len(curves[0][0]) and (drawn := picture.curves(
+    if len(curves[0][0]) and (drawn := learning.curves(
         np.stack([mean for mean, _ in curves]), single=curves[0][1], optimum=best, title=wanted.stem
     )):  # fmt: skip
         rundir.write_bytes(wanted.file("png"), drawn)

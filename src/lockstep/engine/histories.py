@@ -71,15 +71,26 @@ class Gathered:
 
     def lines(self) -> list[str]:
         """For people."""
-        tasks, streams, steps = self.shape
-        counts = f"{tasks:,} tasks x {streams:,} streams x {steps:,} steps"
         paid = "no whole episode" if self.last_return is None else f"{self.last_return:.2f} of {self.optimum:.2f}"
         return [
             f"{'Collected' if self.made else 'There already'}: {self.path}",
-            f"  histories       {counts} ({tasks * streams * steps:,})",
+            f"  histories       {_size(*self.shape)}",
             f"  last return     {paid} (mean of all, against the optimum)",
             *([f"  learning curves {self.picture}"] if self.picture else []),
         ]
+
+
+def planned(config: RunConfig) -> list[str]:
+    """What a collection would come to, for people."""
+    asked = wanted(_options(config))
+    return [
+        f"histories         {_size(len(asked.tasks), asked.streams, asked.steps)}",
+        f"file              {asked.file('hdf5')}{', which is there' if asked.file('hdf5').exists() else ''}",
+    ]
+
+
+def _size(tasks: int, streams: int, steps: int) -> str:
+    return f"{tasks:,} tasks x {streams:,} streams x {steps:,} steps ({tasks * streams * steps:,})"
 
 
 def make_world(options: HistoryOptions) -> World:
@@ -121,13 +132,17 @@ def _named_as_set() -> Generator[None]:
 @_named_as_set()
 def wanted(options: HistoryOptions) -> Collection:
     """What is to be collected for these options."""
+    folder = Path(options.data_path or FOLDER)
+    if folder.is_file():
+        what = f"{folder} is a file, expected the folder that it lies in"
+        raise ConfigError(what, where="data_path", hint=f"data.data_path={shlex.quote(str(folder.parent))}")
     return collect.plan(
         make_world(options),
         make_learner(options),
         total_timesteps=options.total_source_timesteps,
         streams=options.n_stream,
         seed=options.alg_seed,
-        folder=Path(options.data_path or FOLDER),
+        folder=folder,
     )
 
 

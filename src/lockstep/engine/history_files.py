@@ -7,6 +7,7 @@ full disk that is an error, where a mapping would end the process.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable
@@ -80,24 +81,54 @@ def export_hdf5(wanted: Collection, histories: Array, path: Path) -> None:
 
     time = np.arange(wanted.steps)
     region = wanted.learner.region
-    marks = np.where(time % region == region - 1, ENDS, INSIDE)
-    marks[time % region == 0] = BEGINS
+    marks = np.where(time % region == region - 1, ENDS, np.where(time % region == 0, BEGINS, INSIDE))
     ends = (time + 1) % wanted.world.horizon == 0
-    with h5py.File(path, "w") as file:
-        file.attrs[SETTINGS] = json.dumps(wanted.settings(), sort_keys=True)
-        for place, task in enumerate(wanted.tasks):
-            cells, actions, rewards = (column.T.astype(np.int32) for column in histories[:, place])
-            columns = {
-                "states": _coordinates(cells, wanted.world.size),
-                "actions": actions,
-                "rewards": rewards,
-                "next_states": _coordinates(_after(wanted.world, task, cells, actions), wanted.world.size),
-                "dones": np.broadcast_to(ends[:, None], cells.shape),
-                "compress_markers": np.broadcast_to(marks[:, None].astype(np.int32), cells.shape),
-            }
-            group = file.create_group(str(task))
-            for name, column in columns.items():
-                group.create_dataset(name, data=column, track_times=False)
+    with _Disk(path, "x+") as disk:
+        with h5py.File(disk, "w") as file:
+            file.attrs[SETTINGS] = json.dumps(wanted.settings(), sort_keys=True)
+            for place, task in enumerate(wanted.tasks):
+                group = file.create_group(str(task))
+                for name, column in _columns(wanted.world, task, histories[:, place], marks=marks, ends=ends).items():
+                    group.create_dataset(name, data=column, track_times=False)
+                disk.check()
+        disk.check()
+
+
+def _columns(world: World, task: int, history: Array, *, marks: Array, ends: Array) -> dict[str, Array]:
+    """What the file says of a task: (steps, streams, ...) each."""
+    cells, actions, rewards = (column.T.astype(np.int32) for column in history)
+    return {
+        "states": _coordinates(cells, world.size),
+        "actions": actions,
+        "rewards": rewards,
+        "next_states": _coordinates(_after(world, task, cells, actions), world.size),
+        "dones": np.broadcast_to(ends[:, None], cells.shape),
+        "compress_markers": np.broadcast_to(marks[:, None].astype(np.int32), cells.shape),
+    }
+
+
+class _Disk(io.FileIO):
+    """A file for HDF5, which has no way out of a failed write: the first one is kept here, and no other is tried."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest and self.failure is None:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.failure = error
+        return size
+
+    def truncate(self, size: int | None = None, /) -> int:
+        return super().truncate(size) if self.failure is None else self.tell()
+
+    def check(self) -> None:
+        """Raise what was kept."""
+        if self.failure:
+            raise self.failure
 
 
 def _coordinates(cells: Array, size: int) -> Array:
@@ -107,6 +138,22 @@ def _coordinates(cells: Array, size: int) -> Array:
 def _after(world: World, task: int, cells: Array, actions: Array) -> Array:
     """The cell each step leads to."""
     return world.moves_CA.numpy()[cells, world.meaning_KA.numpy()[task][actions]]
+
+
+def _pays(world: World, task: int, after: Array) -> Array:
+    """(steps, streams): whether each step pays, from the cells they lead to."""
+    targets = world.targets_KP[task].tolist()
+    if world.phases == 1:
+        return after == targets[0]
+    steps, streams = after.shape
+    episodes = np.pad(after, ((0, -steps % world.horizon), (0, 0))).reshape(-1, world.horizon, streams)
+    pays, begun = np.zeros_like(episodes, bool), np.ones_like(episodes, bool)
+    for target in targets:  # phase by phase, once in each
+        found = begun & (episodes == target)
+        found &= found.cumsum(1) == 1
+        pays |= found
+        begun = found.cumsum(1) > found  # the next one, from the step after
+    return pays.reshape(-1, streams)[:steps]
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -163,7 +210,7 @@ class _Group:
 
     def column(self, name: str, *, limit: int, dimensions: int = 2) -> Array:
         """Whole numbers from 0 to below a limit, (steps, streams, ...)."""
-        if name not in self.group:
+        if not hasattr(self.group, "keys") or not hasattr(self.group.get(name), "dtype"):  # a group, and its dataset
             raise _damaged(self.path, f"task {self.task} has no {name!r}")
         found: Array = np.asarray(self.group[name][()])
         if found.ndim != dimensions or not found.size or found.dtype.kind not in "biuf":
@@ -186,9 +233,7 @@ def _checked(group: _Group, world: World) -> Array:
     after = _after(world, group.task, cells, actions)
     expected = np.concatenate((np.full_like(after[:1], world.start % world.cells), after[:-1]))
     expected[:: world.horizon] = world.start % world.cells
-    wrong = expected != cells
-    if world.phases == 1:
-        wrong |= rewards != (after == int(world.targets_KP[group.task, 0]))
+    wrong = (expected != cells) | (rewards != _pays(world, group.task, after))
     if wrong.any():
         step, stream = (int(place[0]) for place in np.nonzero(wrong))
         rules = f"{world.name}, {world.size} x {world.size} cells, {world.horizon} steps an episode"

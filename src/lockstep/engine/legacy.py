@@ -141,8 +141,10 @@ def load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"foreign or damaged file, refused: {reason[:200]}", where=str(path)) from error
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = "not a file of torch.save" if isinstance(error, KeyError) else first[:200]  # which says a number only
+        what, hint = f"foreign or damaged file, refused: {reason}", "an older one, or the checkpoints/ of its run"
+        raise DataError(what, where=str(path), hint=hint) from error
 
 
 def read(content: Any, path: Path, names: list[str]) -> State:

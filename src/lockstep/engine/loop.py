@@ -30,6 +30,7 @@ class Launched:
     weights: Mapping[str, int]  # of all ranks: what its loss is a mean over
     pending: Pending
     host_seconds: float  # without waiting for other ranks
+    data_seconds: float  # until its rows were there, and those of the next one
     batches: Sequence[Batch]  # of this rank, kept until the step is judged
 
 
@@ -41,7 +42,8 @@ def run(parts: Parts) -> None:
         return
     reopen(parts)
     clock = Clock()
-    with profiling(parts.trace_file, steps_left=parts.steps_left(begin)) as profiler:
+    window = {"first": parts.config.report.profile_from, "steps": parts.config.report.profile_steps}
+    with profiling(parts.trace_file, **window, begin=begin, steps_left=parts.steps_left(begin)) as profiler:
         for step in range(begin, parts.last_step):
             try:
                 launched = launch(parts, step)
@@ -73,6 +75,7 @@ def launch(parts: Parts, step: int) -> Launched:
     if due(step, parts.config.system.empty_cache_interval) and parts.device.type == "cuda":
         torch.cuda.empty_cache()
     batches = council.fetch(parts.batches, parts.stop)
+    waited = time.perf_counter() - began
     if parts.faults.armed:
         parts.faults.inputs((item for batch in batches for item in batch.tensors.items()), step)
     pending = parts.stepper.launch(step, batches)
@@ -81,9 +84,11 @@ def launch(parts: Parts, step: int) -> Launched:
         parts.stop.signal, parts.stopping = agreed.stop, True
     if not parts.is_over(step + 1) and not parts.stopping:
         link.enter("data")
+        since = time.perf_counter()
         council.look_ahead(parts.batches, parts.stop)
+        waited += time.perf_counter() - since
     parts.pace.own = time.perf_counter() - began - parts.stepper.waited_seconds
-    return Launched(step, agreed.tokens, agreed.weights, pending, parts.pace.own, batches)
+    return Launched(step, agreed.tokens, agreed.weights, pending, parts.pace.own, waited, batches)
 
 
 def must_look(parts: Parts, step: int) -> bool:
@@ -139,7 +144,7 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     if not reading.fatal:
         delta, targets = config.training.min_delta, sum(launched.weights.values())
         progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=delta, targets=targets)
-    parts.pace.note(reading.loss, launched.tokens, seconds)
+    parts.pace.note(reading.loss, launched.tokens, seconds, data=launched.data_seconds)
     digest_due = due(progress.step, config.debug.digest_interval)
     flops = launched.tokens * parts.flops_per_token / seconds
     parts.last = StepRecord(

@@ -40,18 +40,20 @@ class Pace:
     seconds: float = 0.0
     recent: float = 0.0  # seconds of a step, smoothed
     own: float = 0.0  # seconds of this rank's own work in the last step, on the host
+    data: float = 0.0  # seconds until the rows of the steps were there
     first_loss: float | None = None
 
-    def note(self, loss: float, tokens: int, seconds: float) -> None:
+    def note(self, loss: float, tokens: int, seconds: float, *, data: float = 0.0) -> None:
         """Take a step into account."""
         self.steps += 1
         self.recent = seconds if self.steps <= self.warm_up else 0.9 * self.recent + 0.1 * seconds
         if self.first_loss is None:
             self.first_loss = loss
         if self.steps == self.warm_up + 1:
-            self.tokens, self.seconds = 0, 0.0
+            self.tokens, self.seconds, self.data = 0, 0.0, 0.0
         self.tokens += tokens
         self.seconds += seconds
+        self.data += data
 
 
 @dataclass

@@ -33,11 +33,12 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
     memory = memory_estimate(config, shape, compiled=assembled.built.compiled, shards=parted)
     total = hardware.total_memory_bytes(planned.device)
     label, prepared = env.detect().tag, assembled.prepared
+    layers = f"{shape.num_layers} layer{'s' * (shape.num_layers != 1)}"
     return Banner(
         experiment=config.run.experiment_name,
         run=str(run.root),
         device=hardware.device_name(planned.device) + (f", {total / 2**30:.1f} GiB" if total else ""),
-        model=f"{config.model.model_path}, {shape.num_layers} layers, width {shape.hidden_size:,}",
+        model=f"{config.model.model_path}, {layers}, width {shape.hidden_size:,}",
         parameters=shape.parameters(),
         memory_bytes={
             "weights": memory.weights,
@@ -145,6 +146,7 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
         val_accuracy=parts.measures.get(words.accuracy) if words.accuracy else None,
         unit=words.unit,
         tokens_per_second=rate,
+        data_share=min(1.0, pace.data / pace.seconds) if pace.seconds else 0.0,
         mfu=rate * parts.flops_per_token / parts.peak_flops if parts.peak_flops and rate else None,
         seconds=seconds,
         peak_memory_bytes=hardware.peak_memory_bytes(parts.device),

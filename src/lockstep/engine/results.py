@@ -86,7 +86,8 @@ def _write(folder: Path, weights: dict[str, torch.Tensor], parts: Parts) -> None
         folder.mkdir(parents=True, exist_ok=True)
         with rundir.replacing(model) as temporary, temporary.open("xb") as file:
             torch.save(weights, file)
-        rundir.write_json(vocabulary, dict(parts.vocabulary))
+        if parts.vocabulary:  # agents have none
+            rundir.write_json(vocabulary, dict(parts.vocabulary))
         rundir.write_json(figures, told)
         if drawn := _drawn(told, family):
             rundir.write_bytes(picture, drawn)

@@ -14,6 +14,8 @@ from lockstep.engine.step import Pending
 
 logger = logging.getLogger(__name__)
 
+TABLE_ROWS = 20
+
 
 class Clock:
     """Seconds of settled steps: by the GPU's own clock, which no late look distorts, else by the host's."""
@@ -38,19 +40,38 @@ class NoProfiler:
 
 
 @contextlib.contextmanager
-def profiling(trace_file: Path | None, *, steps_left: int) -> Iterator[NoProfiler | torch.profiler.profile]:
-    """Trace a few steps after the first ones to a file that chrome://tracing and Perfetto show."""
-    if trace_file is None:
+def profiling(
+    trace_file: Path | None, *, first: int, steps: int, begin: int, steps_left: int
+) -> Iterator[NoProfiler | torch.profiler.profile]:
+    """Trace `steps` steps from `first` on to a file that chrome://tracing and Perfetto show, and tell what they cost.
+
+    The step that begins a run and the one after it are never traced: they start and warm up what is measured.
+    """
+    wait = max(1, first - begin - 1)
+    active = min(steps, steps_left - wait - 1)
+    if trace_file is not None and active < 1:
+        logger.warning(
+            "Too few steps to profile: the first would be step %d, and training is over then", begin + wait + 1
+        )
+    if trace_file is None or active < 1:
         yield NoProfiler()
         return
-    if steps_left < 3:
-        logger.warning("Too few steps to profile: it needs 3, one to start, one to warm up and one to trace")
-        yield NoProfiler()
-        return
-    steps = min(3, steps_left - 2)
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(
-        schedule=schedule, on_trace_ready=lambda profile: profile.export_chrome_trace(str(trace_file))
-    ) as profiler:
+    schedule = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
+
+    def ready(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(trace_file))
+        last = begin + wait + active
+        logger.info("Profile of steps %d to %d:", begin + wait + 1, last)
+        for line in _costs(profile):
+            logger.info("%s", line)
+
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=ready) as profiler:
         yield profiler
     logger.info("Profile saved: %s", trace_file)
+
+
+def _costs(profile: torch.profiler.profile) -> list[str]:
+    """The documented table: what took longest, on the GPU where there is one."""
+    events = profile.key_averages()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return events.table(sort_by=f"{kind}_time_total", row_limit=TABLE_ROWS, max_name_column_width=40).splitlines()

@@ -117,6 +117,7 @@ class Evaluation:
         ]
         walks = f"{repeats} walk{'s' * (repeats > 1)} of {episodes} episodes in each, temperature {self.temperature:g}"
         last, tasks = f"last {outcome.last_episodes}", "task" if len(self.chosen) == 1 else "tasks"
+        ends = f"{last} episodes" if outcome.last_episodes > 1 else "last episode"
         return [
             f"{self.checkpoint}: {len(self.chosen)} unseen {tasks} of {self.world.name}, {walks}",
             f"Available test goals ({len(names)} total):",
@@ -126,7 +127,7 @@ class Evaluation:
             f"Overall mean reward: {mean:.4f}",
             f"Std deviation: {spread:.4f}",
             f"Optimum: {best_mean:.4f}, reached {_share(mean, best_mean)} (max_reward {self.max_reward:g})",
-            f"First episode: {outcome.curve[0]:.4f}, {last} episodes: {float(outcome.ends.mean()):.4f} "
+            f"First episode: {outcome.curve[0]:.4f}, {ends}: {float(outcome.ends.mean()):.4f} "
             f"({_share(float(outcome.ends.mean()), best_mean)})",
             *self._lines_of_source(),
             *(f"Saved to {path}" for path in self.files),
@@ -278,9 +279,9 @@ def _curves(config: RunConfig, prepared: Prepared, tasks: tuple[int, ...]) -> Re
     if note is None or not set(tasks) <= set(note.tasks):
         raise DataError("no histories of these tasks", where=str(file))
     rewards = prepared.histories.steps[2]  # of one task after the other
-    whole = rewards.shape[1] // horizon
-    episodes = rewards[:, : whole * horizon].reshape(len(note.tasks), -1, whole, horizon).sum(-1, dtype=np.int64)
-    return episodes.mean(1)[[note.tasks.index(task) for task in tasks]]
+    whole, streams = rewards.shape[1] // horizon, len(rewards) // len(note.tasks)
+    episodes = rewards[:, : whole * horizon].reshape(len(note.tasks), streams, whole, horizon)
+    return episodes.sum(-1, dtype=np.int64).mean(1)[[note.tasks.index(task) for task in tasks]]
 
 
 def _measures(loaded: LoadedModel, prepared: Prepared, precision: Precision, batch_rows: int) -> Mapping[str, float]:
@@ -290,7 +291,7 @@ def _measures(loaded: LoadedModel, prepared: Prepared, precision: Precision, bat
     batches = validation_batches(
         prepared.validation,
         objective,
-        micro_rows=config.training.batch_size,
+        micro_rows=getattr(config.training, "eval_batch_size", None) or config.training.batch_size,
         rows=config.training.eval_batches * batch_rows,
         seed=config.system.seed,
     )

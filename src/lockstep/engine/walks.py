@@ -135,7 +135,7 @@ def choose(logits_BA: Tensor, bits_B: Tensor, temperature: float) -> Tensor:
     """One action of each row; in double precision, so that only the logits' own rounding can decide otherwise."""
     if temperature == 0:
         return logits_BA.argmax(-1)
-    heights_BA = (logits_BA.double() / temperature).softmax(-1).cumsum(-1)
+    heights_BA = draws.heights((logits_BA.double() / temperature).softmax(-1))
     drawn_B1 = draws.uniform(bits_B).double()[:, None] * heights_BA[:, -1:]
     return (heights_BA[:, :-1] <= drawn_B1).sum(-1)
 

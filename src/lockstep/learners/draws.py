@@ -5,6 +5,8 @@ So a history does not depend on which others are made beside it, on the device, 
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,11 @@ def bits(keys: Tensor, purpose: int, time: int | Tensor) -> Tensor:
 def uniform(bits: Tensor) -> Tensor:
     """float32 in [0, 1), from the upper 24 bits."""
     return ((bits >> 40) & 0xFFFFFF).float() * 2.0**-24
+
+
+def heights(shares: Tensor) -> Tensor:
+    """Running sums over the last dimension, in double: torch's own have no kernel on a GPU that repeats its bits."""
+    return torch.stack(list(accumulate(shares.double().unbind(-1))), -1)
 
 
 def below(bits: Tensor, limit: int) -> Tensor:

@@ -24,7 +24,7 @@ class History(NamedTuple):
     def returns(self, horizon: int) -> Tensor:
         """(streams, episodes) int64: what each whole episode paid."""
         whole = self.rewards.shape[1] // horizon
-        return self.rewards[:, : whole * horizon].reshape(-1, whole, horizon).sum(-1, dtype=torch.int64)
+        return self.rewards[:, : whole * horizon].reshape(len(self.rewards), whole, horizon).sum(-1, dtype=torch.int64)
 
 
 class Learner(Protocol):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.learners.draws import ACTION, SHUFFLE, bits, uniform
+from lockstep.learners.draws import ACTION, SHUFFLE, bits, heights, uniform
 from lockstep.learners.history import History
 from lockstep.learners.network import LINE, Stack, one_thread
 from lockstep.worlds.table import World
@@ -105,7 +105,7 @@ class PPO:
         inputs_SD, count = features(world), stack.networks
         logits, values = stack.forward(inputs_SD.expand(count, -1, -1))
         log_probs = log_softmax(logits)
-        limits = log_probs.exp().cumsum(-1)[..., :-1].reshape(-1, world.actions - 1)
+        limits = heights(log_probs.exp()).float()[..., :-1].reshape(-1, world.actions - 1)
         log_probs, values = log_probs.reshape(-1, world.actions), values.reshape(-1)
         network = torch.arange(count, device=tasks.device).repeat_interleave(self.streams_per_learner) * world.states
         seen: dict[str, list[Tensor]] = {name: [] for name in ("states", "actions", "log_probs", "rewards", "values")}

@@ -23,6 +23,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 MASKING = ("flex", "native_math")  # the kernels of a GPU that keep documents apart
+NO_DROPOUT = ("flex", "flash_attn")  # the kernels that cannot drop probabilities
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_ROW = 64  # tokens; a random length of diffusion may be one
 FLEX_BLOCK = 128
@@ -157,7 +158,7 @@ def attend(  # noqa: PLR0913 - who sees whom, by name
     `mask` says all about who sees whom, the future included: for flex its block mask, else (B, 1, L, L) booleans.
     `dropout` is of the probabilities; where a kernel has none, the plain maths steps in.
     """
-    if dropout and backend in ("flex", "flash_attn"):
+    if dropout and backend in NO_DROPOUT:
         assert mask is None, "a block mask is flex attention's own"
         backend = "native_math"
     grouped = q_BHLE.shape[1] != k_BKLE.shape[1]

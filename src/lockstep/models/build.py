@@ -59,6 +59,8 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         documents_apart=documents_apart,
         windowed=isinstance(shape, EncoderShape) and any(shape.window(layer) for layer in range(shape.num_layers)),
     )
+    if kernel in attention.NO_DROPOUT and isinstance(shape, AgentShape) and shape.attention_dropout:
+        attention_notice += "; native_math in training, for model.attention_dropout"
     with torch.device("meta"):
         model = lay_out(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)
     if dtype_name == "fp64":
@@ -91,6 +93,8 @@ def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
+    if isinstance(model, Agent):
+        how.setdefault("dynamic", False)  # all regions but the last are equally long: two lengths, each as it is
     torch.compiler.set_stance("default")  # masked diffusion that was trained here before may have left another
     for block in model.layers:
         if not sharded:

@@ -182,8 +182,9 @@ class Distill:
                 targets.setdefault(name, []).append(values[values != UNKNOWN])
         coefficients = {"action": self.terms[ACTION], "kind": self.terms.get(KIND, 0.0)}
         return {
-            name: (coefficients.get(name, self.terms.get(OUTCOME, 0.0)), _different(torch.cat(values)))
-            for name, values in targets.items()
+            name: (coefficients.get(name, self.terms.get(OUTCOME, 0.0)), _different(values))
+            for name, values in ((name, torch.cat(parts)) for name, parts in targets.items())
+            if len(values)  # of episodes of one step no outcome is told
         }
 
     def sample(self, model: nn.Module, prompt: list[int], options: SampleOptions) -> list[int]:

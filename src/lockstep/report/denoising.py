@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from lockstep.report.live import Place
 
 HIDDEN = "▒"
 STYLES = {"hidden": "bright_black", "given": "bold", "fresh": "black on bright_green", "filled": ""}
@@ -43,30 +42,17 @@ def following(decode: Decode, ids: Sequence[int], has_before: bool) -> str:
     return whole[len(before) :] if whole.startswith(before) else decode(list(ids[1:]))
 
 
-class View:
+class View(Place):
     """The place on the terminal. What does not fit on it is its beginning."""
 
     def __init__(self, stream: IO[str], decode: Decode, *, mask: int, prompt: Sequence[int]) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = Console(file=stream, force_terminal=True, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        super().__init__(stream)
         self._decode, self._mask = decode, mask
         self._given = {place for place, token in enumerate(prompt) if token != mask}
 
-    def __enter__(self) -> View:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
-
     def show(self, ids: Sequence[int], *, fresh: Collection[int], number: int) -> None:
         """After a pass."""
-        self._live.update(self._picture(ids, fresh, number), refresh=True)
+        self.draw(self._picture(ids, fresh, number))
 
     def _picture(self, ids: Sequence[int], fresh: Collection[int], number: int) -> Any:
         from rich.console import Group

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
-log = logging.getLogger(__name__)
+from lockstep.report.figure import count_whole, new, png
 
 TRAIN, VALIDATION, GAP, INK, FAINT = "#2563eb", "#ea580c", "#7c3aed", "#1f2937", "#d1d5db"
-INCHES, DOTS_PER_INCH = (11.0, 4.6), 120
+INCHES = (11.0, 4.6)
 
 
 def picture(train: Sequence[float | None], validation: Sequence[float | None], *, title: str) -> bytes | None:
     """The PNG; None where the package for it is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        log.info("no training_history.png: the package matplotlib is missing (pip install matplotlib)")
+    figure = new(INCHES, of="training_history.png")
+    if figure is None:
         return None
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of fonts
-    figure: Any = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     curves, gap = figure.subplots(1, 2, width_ratios=(3, 2))
     epochs = list(range(1, len(train) + 1))
     lost, held = _numbers(train), _numbers(validation)
@@ -38,12 +29,10 @@ def picture(train: Sequence[float | None], validation: Sequence[float | None], *
     gap.fill_between(epochs, apart, color=GAP, alpha=0.12, linewidth=0)
     for axes, heading, unit in ((curves, "Loss", "loss (nats)"), (gap, "Difference", "absolute difference (nats)")):
         _dress(axes, heading, unit, epochs)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        count_whole(axes.xaxis, min_n_ticks=1)
     gap.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=14, fontweight="bold", color=INK)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return png(figure)
 
 
 def _numbers(losses: Sequence[float | None]) -> list[float]:

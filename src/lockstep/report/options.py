@@ -20,7 +20,20 @@ class ReportOptions(Section, frozen=True):
     log_file: str | None = setting(None, "Also write the log here.", role="cosmetic", max_length=4000)
     progress: Literal["auto", "on", "off"] = setting("auto", "Progress bar; auto: on a terminal.", role="cosmetic")
     tensorboard: bool = setting(True, "Write TensorBoard files to <run>/tb.", role="cosmetic")
-    profile: bool = setting(False, "Trace a few steps to <run>/profile.json (chrome://tracing).", role="cosmetic")
+    profile: bool = setting(
+        False,
+        "Trace a few steps to <run>/profile.json (chrome://tracing), and tell what took longest.",
+        role="cosmetic",
+    )
+    profile_from: int = setting(
+        2,
+        "The first step that is traced; at least the third of a start.",
+        unit="step",
+        role="cosmetic",
+        ge=0,
+        le=1 << 40,
+    )
+    profile_steps: int = setting(3, "How many steps are traced.", unit="steps", role="cosmetic", ge=1, le=1000)
     results_dir: str | None = setting(
         None,
         "Also write the documented result files of the family here, after each epoch (null: no).",

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-log = logging.getLogger(__name__)
+from lockstep.report.figure import count_whole, new, png
 
 AGENT, WALKS, SOURCE, INK, FAINT = "#2563eb", "#93c5fd", "#ea580c", "#1f2937", "#d1d5db"
 MOST_PANELS = 16  # more tasks are one panel of their mean
 COLUMNS = 4
-INCHES, DOTS_PER_INCH = (3.1, 2.3), 120  # of one panel
+INCHES = (3.1, 2.3)  # of one panel
 
 Numbers = np.ndarray[Any, Any]
 
@@ -32,20 +30,14 @@ def picture(
 
     `optimum` (tasks,), `source` (tasks, episodes) of the learner it was distilled from, as far as that is known.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        log.info("no picture of the returns: the package matplotlib is missing (pip install matplotlib)")
-        return None
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of fonts
     tasks = len(names) if 1 < len(names) <= MOST_PANELS else 0
     panels = tasks + 1
     columns = min(COLUMNS, math.ceil(math.sqrt(panels)))
     rows = math.ceil(panels / columns)
     size = (max(2, columns) * INCHES[0], rows * INCHES[1] + 1.1)
-    figure: Any = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new(size, of="picture of the returns")
+    if figure is None:
+        return None
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
     heading = names[0] if len(names) == 1 else f"mean of {len(names)} tasks"
     taught = None if source is None else source.mean(0)
@@ -56,6 +48,7 @@ def picture(
         _panel(grid[place + 1], names[place], returns[place].mean(0), returns[place], float(optimum[place]), taught)
     for axes in grid[panels:]:
         axes.set_visible(False)
+    count_whole(grid[0].xaxis, nbins=6)
     grid[0].set_ylim(0, 1.05 * max(float(optimum.max()), 1.0))
     for place, axes in enumerate(grid[:panels]):
         _label(axes, first=place % columns == 0, lowest=place + columns >= panels)
@@ -64,9 +57,7 @@ def picture(
         handles, labels, loc="outside lower center", ncols=max(2, columns), fontsize=9, frameon=False, labelcolor=INK
     )
     figure.suptitle(title, fontsize=12, fontweight="bold", color=INK)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
+    return png(figure)
 
 
 def _panel(axes: Any, heading: str, mean: Numbers, each: Numbers, optimum: float, source: Numbers | None) -> None:

@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from lockstep.report.live import Place
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.:-=+*#"
@@ -126,29 +125,16 @@ def curve(values: Sequence[float], best: float, letters: Letters, *, width: int,
     ]
 
 
-class View:
+class View(Place):
     """The place on a terminal where the agent walks, redrawn in place. What does not fit is left out."""
 
     def __init__(self, stream: IO[str], letters: Letters) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = Console(file=stream, force_terminal=True, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        super().__init__(stream)
         self._letters = letters
-
-    def __enter__(self) -> View:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
 
     def show(self, scene: Scene, above: str, below: Sequence[str]) -> None:
         """One moment, with a line over it and some under it."""
-        self._live.update(self._picture(scene, above, below), refresh=True)
+        self.draw(self._picture(scene, above, below))
 
     def _picture(self, scene: Scene, above: str, below: Sequence[str]) -> Any:
         from rich.console import Group

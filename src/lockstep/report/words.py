@@ -13,6 +13,7 @@ from lockstep.contracts import StepRecord
 from lockstep.report.logs import COLUMNS
 
 LABEL_COLUMNS = 13
+MUCH_WAITING = 0.2  # of the time: worth a line
 
 
 def format_eta(seconds: float) -> str:
@@ -230,6 +231,7 @@ class Summary(_Facts):
     val_accuracy: float | None = None  # told in the place of the perplexity
     unit: str = USUAL.unit  # of tokens_per_second
     mfu: float | None = None
+    data_share: float = 0.0  # of the time, until the rows were there
     peak_memory_bytes: int = 0
     skipped: int = 0  # fp16 overflows
     workers: tuple[Mapping[str, Any], ...] = ()  # name, seconds, samples_per_second, peak_memory_bytes, utilisation
@@ -244,12 +246,14 @@ class Summary(_Facts):
             validation.append(f"({self._judged(self.val_loss)})")
         speed = [f"{self.tokens_per_second:,.0f} {self.unit}/s"] if self.tokens_per_second else []
         speed += [f"({100 * self.mfu:.1f} % MFU)"] if self.mfu is not None else []
+        starved = [f"{100 * self.data_share:.0f} % of the time went into waiting for rows:", "data.num_workers"]
         skipped = [f"({self.skipped:,} skipped by fp16 overflow)"] if self.skipped else []
         rows = [
             ("steps", [f"{self.steps:,}", *skipped]),
             ("train loss", [loss + format_number(self.loss)] if not math.isnan(self.loss) else []),
             ("validation", validation),
             ("speed", speed),
+            ("data", starved if self.data_share >= MUCH_WAITING else []),
             ("peak memory", [format_bytes(self.peak_memory_bytes)] if self.peak_memory_bytes else []),
             ("wall time", [format_duration(self.seconds)]),
             ("results", [self.results]),
