@@ -16,6 +16,7 @@ from lockstep.engine.council import Council
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.schedule import learning_rates
 from lockstep.health.finite import gradient_warnings
+from lockstep.health.prints import Prints
 from lockstep.runtime import faults
 from lockstep.runtime.determinism import reseed
 from lockstep.runtime.marks import Marks, NoMarks
@@ -121,6 +122,7 @@ class Stepper:
         self.exchange: Exchange = Alone(self.parameters)
         self.council = Council(objective.terms)
         self.link: Marks = NoMarks()
+        self.prints: Prints | None = None  # of every gradient, weight and moment, where replicas are compared
         self.waited_seconds = 0.0  # for the other ranks, on the host, in the last step
         self.own_loss = self.zero
         self.weights = self.zero  # not finite: a weight is not, on some rank
@@ -257,6 +259,8 @@ class Stepper:
             divisor = scale * torch.clamp((norm + NORM_EPSILON) / self.max_norm, min=1.0)
         if self.faults.armed and step >= 0:
             self.faults.at("optimizer", step)
+        if self.prints:
+            self.prints.of_gradients(step)
         self.updating = True
         self.optimizer.step(divisor, skip)
         values = torch.stack(
@@ -268,6 +272,8 @@ class Stepper:
             scaler.update(overflow)
         if self.faults.armed and step >= 0:
             self.faults.weights(self.model.named_parameters(), step)
+        if self.prints:
+            self.prints.of_state(step)
         return values
 
     def rehearse(self, batches: Sequence[Batch]) -> Reading:

@@ -1,0 +1,92 @@
+"""What a check says: of each card PASS, FAIL or UNDECIDED, why, and how sure one may be. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from lockstep.check.records import Card, Replica, Workload
+
+
+class Status(StrEnum):
+    """Of one card. UNDECIDED: something is wrong, and nobody can say whose fault it is."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    UNDECIDED = "UNDECIDED"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first bits of a card that are not those of the others."""
+
+    workload: str
+    step: int
+    tensor: str  # "gradients:layers.1.mlp.w1"; "loss" or "norm" where no tensor differs
+    elements: int | None = None  # how many differ; None: nobody can say any more
+    positions: tuple[tuple[int, ...], ...] = ()  # of the first ones
+    right: tuple[str, ...] = ()  # their bits in hex, on the other cards
+    wrong: tuple[str, ...] = ()  # and on this one
+    nature: str = ""  # transient, persistent or intermittent, once it was run again
+    follows: str = ""  # "GPU" or "slot", after a swap
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast one card is in one workload, beside the group."""
+
+    workload: str
+    median_seconds: float
+    p95_seconds: float
+    ratio: float  # own median over the median of the group
+    slow: bool = False
+
+
+@dataclass(frozen=True)
+class CardVerdict:
+    """Of one card."""
+
+    card: Card
+    status: Status
+    reasons: tuple[str, ...] = ()  # one short sentence each; of a PASS: none
+    notes: tuple[str, ...] = ()  # worth knowing, and no reason to fail it
+    difference: Difference | None = None
+    paces: tuple[Pace, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of all cards together. `agreement`: workload -> card -> one letter a stamp: `.` agrees, `x` differs, `?` no vote, `-` missing."""
+
+    verdicts: tuple[CardVerdict, ...]
+    agreement: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.status is Status.PASS for verdict in self.verdicts)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A whole check, as the table, check.json and the page show it."""
+
+    judgement: Judgement
+    replicas: tuple[Replica, ...]
+    workloads: tuple[Workload, ...]
+    level: str  # quick, default or deep
+    device: str  # cuda or cpu
+    config_hash: str  # of everything that decides the bits: two sites may compare
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    golden: Mapping[str, Any] = field(default_factory=dict[str, Any])  # file, key, "used" | "written" | "no entry"
+    covered: tuple[str, ...] = ()  # kernels that ran, minutes, peak temperature
+    not_covered: tuple[str, ...] = ()  # in plain words
+    began: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        from lockstep.errors import ExitCode
+
+        return ExitCode.DONE if self.judgement.passed else ExitCode.BAD_DEVICE

@@ -1,0 +1,172 @@
+"""What a replica writes down and what the judges read: torch-free, one JSON object a line, each with its own checksum.
+
+A replica is one process on one card. It runs workloads; of each it tells the names of the tensors it looked at, then
+one stamp a step: loss and gradient norm as exact hex, and the digest of every gradient, weight and moment. A line whose
+checksum does not fit was damaged on its way: that blames nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "fingerprint.jsonl"
+DIGITS = 32  # of the digest of one tensor: two sums of 64 bits, in hex
+CHECKSUM_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is checked: a GPU, or a CPU worker that stands for one. `slot`: which process of this machine drives it."""
+
+    index: int  # as nvidia-smi numbers it; the label of a CPU worker
+    slot: int
+    node: int = 0
+    host: str = ""
+    uuid: str = ""
+    serial: str = ""
+    model: str = ""
+    driver: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the report calls it on one machine."""
+        return f"GPU {self.index}" if self.uuid else f"worker {self.index}"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Something every replica does alike. Training: a preset, with settings on top, for so many steps."""
+
+    name: str  # "production", "attention", "mlm", ...
+    kind: str = "train"  # train, memory, attention_probe, fp8_probe: a function in replica.py or probes.py
+    family: str = "llama"
+    preset: str = "tiny"
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # dotted keys, as on the command line
+    steps: int = 20
+    warmup_steps: int = 3  # not judged by their time
+    batches: int = 4  # kept in memory, used in turn
+    pulse_seconds: float = 0.0  # > 0: as long busy, as long idle
+    interval: int = 1  # steps between fingerprints
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """One step of one workload on one card. `sums`: DIGITS hex digits for each tensor, in the order of the names."""
+
+    step: int
+    loss: str = ""  # float.hex()
+    norm: str = ""
+    sums: str = ""
+    seconds: float = 0.0
+
+    def sum_of(self, place: int) -> str:
+        return self.sums[place * DIGITS : (place + 1) * DIGITS]
+
+    @property
+    def bits(self) -> tuple[str, str, str]:
+        """All that must be equal on every card."""
+        return self.loss, self.norm, self.sums
+
+
+@dataclass(frozen=True)
+class Work:
+    """A workload on one card. `tensors`: "gradients:NAME", "weights:NAME", "moments:exp_avg.NAME" as a step makes them."""
+
+    workload: str
+    tensors: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    stamps: tuple[Stamp, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # kernels, bounds, bytes touched
+    damaged: tuple[int, ...] = ()  # lines whose checksum does not fit
+    error: str = ""  # why it ended early
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class Replica:
+    """All that one process has to say."""
+
+    card: Card
+    works: tuple[Work, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    before: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the card: clocks, temperature, ECC, ...
+    after: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    samples: tuple[Mapping[str, Any], ...] = ()  # in between: time, temperature, power, clocks
+    exit_code: int | None = None
+    error: str = ""  # how the process died, if it did
+
+    def work(self, workload: str) -> Work | None:
+        return next((work for work in self.works if work.workload == workload), None)
+
+
+def line(kind: str, **content: Any) -> str:
+    """One line of a record, with its checksum."""
+    text = json.dumps({"kind": kind, **content}, allow_nan=False, sort_keys=True)
+    return json.dumps({"sum": checksum(text), "line": text})
+
+
+def checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:CHECKSUM_DIGITS]
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(number, content) of each whole line; None: it is damaged. A line that is still being written is left out."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for number, piece in enumerate(raw.split(b"\n")[:-1]):
+        yield number, _content(piece)
+
+
+def _content(piece: bytes) -> dict[str, Any] | None:
+    try:
+        outer = json.loads(piece)
+        text = outer["line"]
+        if outer["sum"] != checksum(text):
+            return None
+        content = json.loads(text)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read(path: Path, card: Card, **about: Any) -> Replica:
+    """The record of a replica, as far as it goes."""
+    works: list[Work] = []
+    known: dict[str, Any] = {}
+    for number, content in read_lines(path):
+        if content is None:
+            if works:
+                works[-1] = dataclasses.replace(works[-1], damaged=(*works[-1].damaged, number))
+            else:
+                works.append(Work("?", damaged=(number,)))
+            continue
+        kind = content.pop("kind")
+        if kind == "workload":
+            works.append(_work(content))
+        elif kind == "step" and works:
+            works[-1] = dataclasses.replace(works[-1], stamps=(*works[-1].stamps, Stamp(**content)))
+        elif kind == "done" and works:
+            works[-1] = dataclasses.replace(works[-1], **content, complete=not content.get("error"))
+        elif kind == "about":
+            known |= content
+    return Replica(card=card, works=tuple(works), **known, **about)
+
+
+def _work(content: Mapping[str, Any]) -> Work:
+    shapes: Sequence[Sequence[int]] = content.get("shapes", ())
+    return Work(
+        workload=str(content["workload"]),
+        tensors=tuple(content.get("tensors", ())),
+        shapes=tuple(tuple(shape) for shape in shapes),
+        dtypes=tuple(content.get("dtypes", ())),
+        facts=content.get("facts", {}),
+    )
