@@ -1,6 +1,6 @@
-"""Programs that some tests need beside Python: SLURM, network namespaces, shellcheck. Installed by apt-get as root.
+"""Programs that some tests need beside Python: SLURM, network namespaces, shellcheck, Chromium. apt-get brings them.
 
-Where that cannot be, the tests that need them are skipped and say so.
+Only root can do that. Where it cannot be, the tests that need them are skipped and say so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 
-PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge", "ip": "iproute2", "shellcheck": "shellcheck"}
+PACKAGES = {  # program -> package
+    "slurmctld": "slurm-wlm", "munged": "munge", "ip": "iproute2", "shellcheck": "shellcheck", "chromium": "chromium",
+}  # fmt: skip
 TIMEOUT_SECONDS = 600
 FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -177,6 +177,35 @@ def stop(arguments: Namespace, _: list[Setting]) -> int:
     return code
 
 
+def check(arguments: Namespace, _: list[Setting]) -> int:
+    """Let every card do the same and compare the bits."""
+    if arguments.schema:
+        import json
+
+        from lockstep.check.schema import schema
+
+        say(json.dumps(schema(), indent=1))
+        return ExitCode.DONE
+    from lockstep.check.conduct import Asked
+    from lockstep.check.conduct import check as conduct
+
+    return conduct(
+        Asked(
+            level="quick" if arguments.quick else "deep" if arguments.deep else "default",
+            device=arguments.device,
+            gpus=arguments.gpus,
+            workload=arguments.workload,
+            golden=Path(arguments.golden).expanduser() if arguments.golden else None,
+            slow_ratio=arguments.slow,
+            audit=arguments.audit,
+            out=Path(arguments.out).expanduser(),
+            name=arguments.name,
+            json=arguments.json,
+            timeout_seconds=arguments.timeout,
+        )
+    )
+
+
 def doctor(arguments: Namespace, _: list[Setting]) -> int:
     """Check whether this machine can train."""
     from lockstep.doctor import doctor as examine
@@ -299,6 +328,7 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "status": ("show how runs stand, without touching them", status),
     "logs": ("show what the workers said: --gpu 2 --follow", logs),
     "stop": ("let a run save and end", stop),
+    "check": ("let every GPU train the same and compare the bits: PASS, FAIL or UNDECIDED for each", check),
     "doctor": ("check whether this machine can train", doctor),
     "replay": ("run a step that was NaN again, from its bundle, and say why", replay),
     "script": ("print a script for slurm, torchrun, accelerate or k8s", script),

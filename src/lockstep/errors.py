@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1  # missing package, failed check-up, out of memory, a worker that ended too early
     USAGE = 2  # command line or configuration
-    BAD_DEVICE = 3  # replicas that do not agree
+    BAD_DEVICE = 3  # a GPU that fails the check, replicas or ranks whose bits differ
     DATA = 65  # data, cache or checkpoint content
     NOT_FOUND = 66  # file, model or dataset that is not there, or a hub that does not give it
     NON_FINITE = 71  # NaN or Inf in loss, gradient or weight

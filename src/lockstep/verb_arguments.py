@@ -136,6 +136,25 @@ def _stop(parser: Parser) -> None:
     )
 
 
+def _check(parser: Parser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    parser.flag("--quick", "about a minute: fewer kernels", group=group)
+    parser.flag("--deep", "ten times as many steps", group=group)
+    parser.flag("--gpus", "which cards: all, a count, or numbers with commas (all)", metavar="WHICH", default="all")
+    parser.flag("--device", "cuda, or cpu: workers that stand for cards", metavar="DEVICE", default="auto")
+    parser.flag("--workload", "only these, with commas", metavar="NAMES", default="")
+    parser.flag("--golden", "known bits: compared with, and written by a check that passes", metavar="FILE")
+    parser.flag("--slow", "a card is slow beyond this ratio to the others (1.05; CPU workers: 1.5)", metavar="RATIO",
+                type=real(1.0, 100.0))  # fmt: skip
+    parser.flag("--timeout", "seconds without a sign of life after which a card fails (300, 600 or 1200)", metavar="S",
+                type=real(1.0, 1e7))  # fmt: skip
+    parser.flag("--audit", "instead: one step twice on one card, and which operations do not repeat their bits")
+    parser.flag("--out", "folder of the runs (runs)", metavar="DIR", default="runs")
+    parser.flag("--name", "of this check (check-TIME)", metavar="NAME", default="")
+    parser.flag("--json", "print check.json and nothing else")
+    parser.flag("--schema", "print the JSON Schema of check.json")
+
+
 def _doctor(parser: Parser) -> None:
     parser.flag("--json", "as JSON")
     parser.flag("--network", "also ask whether the hub answers")
@@ -199,6 +218,7 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "status": _status,
     "logs": _logs,
     "stop": _stop,
+    "check": _check,
     "doctor": _doctor,
     "replay": _replay,
     "script": _script,

@@ -97,7 +97,19 @@ def test_a_replica_with_a_flipped_bit_is_named(tmp_path: Path, rank: int) -> Non
     assert "replicas agree" not in ended.out
     record = harness.failure(trainer.run_folder(tmp_path))
     assert record["exit_code"] == 3
-    assert record["cause"].startswith(f"GPU {rank} ends step {trainer.STEPS} with other bits than the other 2 replicas")
+    assert record["cause"].startswith(
+        f"GPU {rank} ends step 3 with other bits than the other 2 replicas, first in weights:"
+    )
     assert record["cause"] in ended.block[1]
     assert record["gpu"] == f"GPU{rank}", "the one that is wrong, not the one that told it"
     assert ended.block[0] == f"[FAILURE] Training failed on GPU {rank}"
+
+
+@pytest.mark.slow
+def test_when_a_replica_fails_the_others_bits_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
+    """The failure is what ends the run; that another had other bits before is said too."""
+    fault = f"flip_weight@rank=1,step=3,bit=3;raise@rank=0,step={trainer.STEPS - 1};{PACE}"
+    ended = trainer.run(tmp_path, "--mode", "replicas", "--gpus", "3", LOCKSTEP_FAULT=fault)
+    assert ended.code == 1, ended.out
+    assert "Before this, GPU 1 ends step 3 with other bits than the other 2 replicas, first in weights:" in ended.out
+    assert harness.failure(trainer.run_folder(tmp_path))["gpu"] == "GPU0"

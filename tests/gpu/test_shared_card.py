@@ -49,7 +49,7 @@ def test_a_flipped_bit_on_one_replica_is_named(tmp_path: Path) -> None:
     fault = "flip_weight@rank=2,step=3,bit=3"
     ended = train(tmp_path, 3, "--max-steps", "6", LOCKSTEP_FAULT=fault).finish(180)
     assert ended.code == 3, ended.out
-    assert "GPU 2 ends step 6 with other bits" in ended.out
+    assert "GPU 2 ends step 3 with other bits" in ended.out
     ended.check_clean()
 
 

@@ -70,3 +70,13 @@ def test_a_learner_under_its_limit_is_told(capsys: pytest.CaptureFixture[str]) -
         assert capsys.readouterr().out.count("TOO SLOW") == 1
         assert f" {limit:,} " in row("ad")
     assert f"{module.APART} standard deviations" in row("ad")
+
+
+def test_fingerprints_over_a_limit_are_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("prints")
+    assert module.verdict(2.99, 3.0, "fingerprints cost") == 0
+    assert module.verdict(3.01, 3.0, "fingerprints cost") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["ok", "TOO SLOW"]
+    limits = (module.LIMIT_PERCENT["cuda"], module.LIMIT_PERCENT["cpu"], module.AGREE_PERCENT)
+    assert all(f"{limit:g} %" in row("prints") for limit in limits)

@@ -48,20 +48,11 @@ def test_the_replica_with_other_bits_is_named(ranks: Pool, tmp_path: Path, monke
     monkeypatch.setenv("LOCKSTEP_FAULT", "flip_weight@rank=1,step=2,bit=3")
     results = ranks(3, train_replica, tmp_path)
     assert {result[0].splitlines()[0] for result in results} == {
-        "GPU 1 ends step 4 with other bits than the other 2 replicas"
+        "GPU 1 ends step 2 with other bits than the other 2 replicas, first in weights:tok_embed.weight"
     }
     assert {result[1] for result in results} == {3}
     assert [result[2] for result in results] == [True, False, True], "the one that differs speaks for all"
     assert "no majority" in ranks(2, train_replica, tmp_path / "two")[0][0]
-
-
-@pytest.mark.parametrize(
-    ("results", "agree", "wrong"),
-    [("aaa", True, ()), ("aba", False, (1,)), ("ab", False, ()), ("aabb", False, ()), ("abc", False, ()),
-     ("aabc", False, (2, 3)), ("a", True, ())],
-)  # fmt: skip
-def test_the_majority_is_right(results: str, agree: bool, wrong: tuple[int, ...]) -> None:
-    assert replicas.vote(list(results)) == replicas.Verdict(agree, wrong)
 
 
 def resumed(group: Group, folder: Path, settings: Mapping[str, Any], saved: Path) -> tuple[str, str, int, int, int]:

@@ -188,5 +188,5 @@ def test_a_replica_with_a_flipped_bit_is_named(
 ) -> None:
     """Negative control: the lowest bit of one weight, once; two against one."""
     monkeypatch.setenv("LOCKSTEP_FAULT", f"flip_weight@rank={wrong},step=4,bit=0,tensor={tensor}")
-    words = f"GPU {wrong} ends step 10 with other bits than the other 2 replicas"
+    words = f"GPU {wrong} ends step 4 with other bits than the other 2 replicas, first in weights:{tensor}"
     assert ranks(3, compare, tmp_path) == [(words, 3, rank != wrong) for rank in range(3)]

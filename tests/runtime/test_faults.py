@@ -349,3 +349,18 @@ def test_an_activation_that_strikes_once() -> None:
         assert torch.isinf(model(torch.ones(1, 2))).any() == bad
     plan.again(1)
     assert torch.isfinite(model(torch.ones(1, 2))).all()
+
+
+def test_a_replica_of_a_check_is_chosen_by_card_slot_round_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strikes(text: str) -> bool:
+        return plan(f"kill@{text}", rank=9).armed
+
+    monkeypatch.setenv(faults.REPLICA, "rank=3,slot=1,round=2,node=4")
+    assert strikes("rank=3")
+    assert not strikes("rank=9"), "the card's number is the rank, whoever has started it"
+    for key, mine in (("slot", 1), ("round", 2), ("node", 4)):
+        assert strikes(f"{key}={mine}")
+        assert not strikes(f"{key}={mine + 1}")
+    assert not strikes("rank=3,slot=2"), "all of them must fit"
+    monkeypatch.delenv(faults.REPLICA)
+    assert strikes("rank=9,slot=0,round=0,node=0"), "outside a check these are 0"

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from lockstep.check.records import Card, Replica, Workload
+
+
+def labels(cards: Sequence[Card]) -> tuple[str, ...]:
+    """What each is called in all that is said, in their order: "GPU 3", with its node where there are several, and
+    with its slot where one card is driven by several processes. No two are equal."""
+    several = len({card.node for card in cards}) > 1
+    plain = [f"{card.host or f'node {card.node}'} {card.name}" if several else card.name for card in cards]
+    counts = Counter(plain)
+    named = [
+        f"{name} (slot {card.slot})" if counts[name] > 1 else name for name, card in zip(plain, cards, strict=True)
+    ]
+    counts = Counter(named)  # two nodes of one host name
+    return tuple(f"n{card.node} {name}" if counts[name] > 1 else name for name, card in zip(named, cards, strict=True))
 
 
 class Status(StrEnum):
@@ -42,6 +56,7 @@ class Pace:
     p95_seconds: float
     ratio: float  # own median over the median of the group
     slow: bool = False
+    worst_ratio: float = 1.0  # the same, in the slowest part that was long enough to judge
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,10 @@ class CardVerdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of all cards together. `agreement`: workload -> card -> one letter a stamp: `.` agrees, `x` differs, `?` no vote, `-` missing."""
+    """Of all cards together. `agreement`: workload -> label of the card -> one letter for each compared step.
+
+    The letters are those of health/vote.py: `.` agrees, `x` differs, `?` no majority, `-` missing.
+    """
 
     verdicts: tuple[CardVerdict, ...]
     agreement: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])

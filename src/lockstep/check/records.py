@@ -8,16 +8,14 @@ checksum does not fit was damaged on its way: that blames nobody.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FILE = "fingerprint.jsonl"
-DIGITS = 32  # of the digest of one tensor: two sums of 64 bits, in hex
-CHECKSUM_DIGITS = 16
+from lockstep.health.records import Stamp, chain_of, read_lines
+
+CHAIN = -1  # in `damaged`: no line of the record, but its sums are not those the card has added up
 
 
 @dataclass(frozen=True)
@@ -53,25 +51,7 @@ class Workload:
     batches: int = 4  # kept in memory, used in turn
     pulse_seconds: float = 0.0  # > 0: as long busy, as long idle
     interval: int = 1  # steps between fingerprints
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """One step of one workload on one card. `sums`: DIGITS hex digits for each tensor, in the order of the names."""
-
-    step: int
-    loss: str = ""  # float.hex()
-    norm: str = ""
-    sums: str = ""
-    seconds: float = 0.0
-
-    def sum_of(self, place: int) -> str:
-        return self.sums[place * DIGITS : (place + 1) * DIGITS]
-
-    @property
-    def bits(self) -> tuple[str, str, str]:
-        """All that must be equal on every card."""
-        return self.loss, self.norm, self.sums
+    pattern_bytes: int = 0  # of a memory workload
 
 
 @dataclass(frozen=True)
@@ -84,9 +64,10 @@ class Work:
     dtypes: tuple[str, ...] = ()
     stamps: tuple[Stamp, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # kernels, bounds, bytes touched
-    damaged: tuple[int, ...] = ()  # lines whose checksum does not fit
+    damaged: tuple[int, ...] = ()  # lines whose checksum does not fit; CHAIN: the sums of all do not
     error: str = ""  # why it ended early
     complete: bool = False
+    chain: str = ""  # all sums of all steps, as the card itself has added them up; "": it did not
 
 
 @dataclass(frozen=True)
@@ -106,38 +87,6 @@ class Replica:
         return next((work for work in self.works if work.workload == workload), None)
 
 
-def line(kind: str, **content: Any) -> str:
-    """One line of a record, with its checksum."""
-    text = json.dumps({"kind": kind, **content}, allow_nan=False, sort_keys=True)
-    return json.dumps({"sum": checksum(text), "line": text})
-
-
-def checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:CHECKSUM_DIGITS]
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(number, content) of each whole line; None: it is damaged. A line that is still being written is left out."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return
-    for number, piece in enumerate(raw.split(b"\n")[:-1]):
-        yield number, _content(piece)
-
-
-def _content(piece: bytes) -> dict[str, Any] | None:
-    try:
-        outer = json.loads(piece)
-        text = outer["line"]
-        if outer["sum"] != checksum(text):
-            return None
-        content = json.loads(text)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def read(path: Path, card: Card, **about: Any) -> Replica:
     """The record of a replica, as far as it goes."""
     works: list[Work] = []
@@ -155,10 +104,17 @@ def read(path: Path, card: Card, **about: Any) -> Replica:
         elif kind == "step" and works:
             works[-1] = dataclasses.replace(works[-1], stamps=(*works[-1].stamps, Stamp(**content)))
         elif kind == "done" and works:
-            works[-1] = dataclasses.replace(works[-1], **content, complete=not content.get("error"))
+            works[-1] = _ended(dataclasses.replace(works[-1], **content, complete=not content.get("error")))
         elif kind == "about":
             known |= content
     return Replica(card=card, works=tuple(works), **known, **about)
+
+
+def _ended(work: Work) -> Work:
+    """With what the card itself has added up held against what is on record: lines can be whole and wrong."""
+    if not work.chain or work.chain == chain_of(work.stamps):
+        return work
+    return dataclasses.replace(work, damaged=(*work.damaged, CHAIN))
 
 
 def _work(content: Mapping[str, Any]) -> Work:

@@ -28,6 +28,7 @@ from lockstep.engine import (
     feed,
     histories,
     legacy,
+    replicas,
     resume,
     state,
 )
@@ -153,7 +154,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
     check_same(prepared.key, everyone)
     link.enter("start")
-    plan = _with_words(plan, prepared)
+    plan = with_words(plan, prepared)
     about = describe(plan, prepared.key, world=group.world)
     config = _with_saved_batch(config, point, about, world=group.world)
     counted, passes, notices = epochs.count(config, prepared.train, world=group.world)
@@ -165,7 +166,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     progress = _resume(stepper, about, point, config=config) if point else Progress()
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
-    told = everyone.told(link)
+    told, folder = everyone.told(link), run.worker(place.tag, place.node)
     make = partial(make_loader, plan, prepared, start_step=progress.step, group=group)
     begin = partial(feed.start, make, run=run, group=everyone, stop=stop, link=told)
     stream = prepared.train if isinstance(prepared.train, StreamTable) else None
@@ -191,13 +192,14 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         epochs=passes,
         vocabulary=vocabulary_map(prepared) if config.report.results_dir else {},
         words=prepared.words,
-        evidence_dir=run.worker(place.tag, place.node),
+        evidence_dir=folder,
+        stamps=replicas.start(config, stepper, folder, begin=progress.step),
         trace_file=run.profile if config.report.profile and everyone.rank == 0 else None,
     )
     return Assembled(parts, prepared, built, loader)
 
 
-def _with_words(plan: Plan, prepared: Prepared) -> Plan:
+def with_words(plan: Plan, prepared: Prepared) -> Plan:
     """The plan with an objective that knows the tokenizer; ids that the model has no row for are refused here."""
     if prepared.histories is not None:
         return replace(plan, objective=histories.with_histories(plan.objective, prepared, plan.config, plan.shape))
@@ -231,10 +233,12 @@ def make_checkpointer(plan: Plan, run: RunDir, prepared: Prepared, stepper: Step
     return checkpointer
 
 
-def make_stepper(plan: Plan, group: Group, link: Marks) -> tuple[Stepper, Built]:
+def make_stepper(
+    plan: Plan, group: Group, link: Marks, *, planned_faults: faults.Plan | None = None
+) -> tuple[Stepper, Built]:
     """The model and all that a step needs, with whoever exchanges gradients in this mode."""
     config, place = plan.config, env.detect()
-    planned_faults = faults.plan(rank=place.rank)
+    planned_faults = planned_faults or faults.plan(rank=place.rank)
     sharded = None
     if group.world > 1 and config.system.mode in ("fsdp", "hsdp"):
         sharded = Sharded(config.system.mode, group, plan.device, nodes=place.nodes, link=link)

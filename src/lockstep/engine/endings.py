@@ -13,7 +13,7 @@ import torch
 from lockstep import rundir
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
-from lockstep.engine import loop
+from lockstep.engine import loop, replicas
 from lockstep.engine.parts import Parts
 from lockstep.engine.present import resume_command
 from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped
@@ -85,11 +85,19 @@ def end_badly(
         by_user = record["exit_code"] == ExitCode.INTERRUPTED  # Ctrl-C; else a scheduler, or `lockstep stop`
         logger.warning("Training %s%s", "interrupted by user" if by_user else str(error).splitlines()[0], label)
         logger.warning("Training ended at step %s%s", record["step"] or 0, label)
+    elif parts and parts.config.system.mode == "replicas" and not record["secondary"]:
+        _attempt("comparing the replicas", _tell_differences, run, record["exit_code"])
     together = alone or isinstance(error, NonFiniteError)  # what strikes every worker at once: all are here to save
     if getattr(error, "kept", False):
         return
     if parts and together and not stopped and not parts.stepper.updating and isinstance(error, Exception):
         _attempt("the last save", loop.save, parts, "error")
+
+
+def _tell_differences(run: RunDir, exit_code: int) -> None:
+    """A worker whose bits were wrong before something failed may be the cause of it."""
+    if exit_code != ExitCode.BAD_DEVICE and (said := replicas.differences_so_far(run.root)):
+        logger.warning("Before this, %s", said)
 
 
 def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[str, Any]:

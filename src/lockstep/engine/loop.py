@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.contracts import Batch, StepRecord
+from lockstep.engine import drift
 from lockstep.engine.judge import judge, warn
 from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, walk, walks_after, write_results
 from lockstep.engine.parts import Parts
@@ -103,6 +104,7 @@ def must_look(parts: Parts, step: int) -> bool:
         or due(done, config.training.eval_interval)
         or walks_after(parts, done)
         or due(done, config.debug.digest_interval)
+        or drift.is_due(parts, done)
         or 0 < config.training.patience <= parts.progress.stale_steps + 2
     )
 
@@ -113,6 +115,8 @@ def attend(parts: Parts, step: int) -> bool:
     stale = 0 < options.patience <= parts.progress.stale_steps
     over = parts.is_over(done) or stale
     milestone = over or parts.ends_epoch(done)
+    if drift.is_due(parts, done):
+        drift.check(parts)
     if milestone or (due(done, options.eval_interval) and not parts.stopping):
         validate(parts)
     if over or (walks_after(parts, done) and not parts.stopping):
@@ -141,6 +145,8 @@ def settle(parts: Parts, launched: Launched, clock: Clock, *, marked: bool = Tru
     parts.link.busy(launched.step, launched.pending.own_seconds() or launched.host_seconds)
     seconds = clock.lap(launched.pending)
     progress, config = parts.progress, parts.config
+    if parts.stamps:
+        parts.stamps.note(launched.step, reading, seconds)
     if not reading.fatal:
         delta, targets = config.training.min_delta, sum(launched.weights.values())
         progress.note(reading.loss, launched.tokens, overflow=reading.overflow, min_delta=delta, targets=targets)

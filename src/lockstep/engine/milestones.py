@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from lockstep.engine import agent_files, legacy, results, unseen
+from lockstep.engine import agent_files, drift, legacy, results, unseen
 from lockstep.engine.checkpoint import State
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
@@ -99,11 +99,13 @@ def end_epoch(parts: Parts) -> None:
 def save(parts: Parts, name: str, *, plain: bool = False) -> None:
     """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it.
 
-    Without a name only the checkpoint; `plain`: the same layout for every family.
+    Without a name only the checkpoint; `plain`: the same layout for every family. Weights that differ from rank to
+    rank are not saved.
     """
     if not parts.saves:
         return
     parts.link.enter("save")
+    drift.check(parts)
     state = capture(parts.stepper, parts.progress, parts.about)
     path = parts.checkpointer.save(parts.progress.step, state)
     parts.tell("save", step=parts.progress.step, path=str(path))

@@ -19,6 +19,7 @@ from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.council import Council
 from lockstep.engine.epochs import Epochs
 from lockstep.engine.progress import Progress
+from lockstep.engine.replicas import Stamps
 from lockstep.engine.step import Stepper
 from lockstep.engine.unseen import Outcome
 from lockstep.errors import LockstepError, Stopped
@@ -88,6 +89,8 @@ class Parts:
     vocabulary: Mapping[str, int] = field(default_factory=dict[str, int])  # token -> id, for who gets the results
     pace: Pace = field(default_factory=Pace)
     words: Tokenizer | None = None  # of rows that are text
+    stamps: Stamps | None = None  # fingerprints of the steps, where they are wanted
+    agreed_step: int = 0  # after so many steps all ranks were seen to have equal weights
     evidence_dir: Path | None = None  # this worker's folder in the run, for what is kept of a bad step
     spikes: Spikes = field(default_factory=Spikes)
     history: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))  # the last steps

@@ -87,7 +87,7 @@ def guilty_block(subject: Subject) -> Place | None:
     with contextlib.ExitStack() as closing:
         closing.enter_context(_counting(subject.model, around))
         for name, block in subject.blocks.items():
-            closing.enter_context(_called_by(block, _observer(name, _own_call(block), around, seen)))
+            closing.enter_context(called_by(block, _observer(name, own_call(block), around, seen)))
         subject.again()
     fine = torch.stack([torch.stack((each.fine_in, each.fine_out)) for each in seen]).tolist() if seen else []
     entries = list(zip(seen, fine, strict=True))
@@ -158,11 +158,11 @@ def _by_operation(subject: Subject, guilty: Place | None, *, operations: bool) -
     with contextlib.ExitStack() as closing:
         closing.enter_context(_counting(subject.model, around))
         for name, block in blocks.items():
-            eager = _eagerly(block)
+            eager = eagerly(block)
             if not only:
-                closing.enter_context(_called_by(block, eager))
+                closing.enter_context(called_by(block, eager))
             elif name == only:
-                closing.enter_context(_called_by(block, _until_bad(eager, watch, modules, found, operations)))
+                closing.enter_context(called_by(block, _until_bad(eager, watch, modules, found, operations)))
         skipped = [name for name in blocks if only and name != only]
         for name, module in subject.model.named_modules():
             if not any(name == block or name.startswith(f"{block}.") for block in skipped):
@@ -171,7 +171,7 @@ def _by_operation(subject: Subject, guilty: Place | None, *, operations: bool) -
         watch.give("weights", subject.model.named_buffers())
         watch.give("input", subject.inputs)
         closing.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        closing.enter_context(_without_anomaly_warning())
+        closing.enter_context(without_anomaly_warning())
         if operations and not only:
             closing.enter_context(watch)
         try:
@@ -248,13 +248,13 @@ class _ModuleWatch:
         def enter(_module: nn.Module, _args: Any) -> None:
             if current_node() is None:
                 self.around.stack.append(name)
-                begun.append(_sequence())
+                begun.append(sequence_number())
 
         def leave(_module: nn.Module, args: Any, output: Any) -> None:
             if current_node() is None:
                 self._judge(name, args, output)
                 self.around.stack.pop()
-                self.around.spans.append((begun.pop(), _sequence(), name))
+                self.around.spans.append((begun.pop(), sequence_number(), name))
 
         first = module.register_forward_pre_hook(enter, prepend=True)
         last = module.register_forward_hook(leave)
@@ -299,18 +299,18 @@ def _gradients(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter.grad) for name, parameter in named.items() if parameter.grad is not None]
 
 
-def _sequence() -> int:
+def sequence_number() -> int:
     known: Any = torch.autograd
     return known._get_sequence_nr()
 
 
-def _own_call(block: nn.Module) -> Callable[..., Any]:
+def own_call(block: nn.Module) -> Callable[..., Any]:
     """As it is called in training, compiled or not."""
     compiled: Any = block._compiled_call_impl
     return compiled if compiled is not None else block._call_impl
 
 
-def _eagerly(block: nn.Module) -> Callable[..., Any]:
+def eagerly(block: nn.Module) -> Callable[..., Any]:
     """The same without the compiler. In shards it is the forward alone that was compiled."""
     call: Any = block._call_impl
     if not hasattr(block.forward, "_torchdynamo_orig_callable"):
@@ -324,7 +324,7 @@ def _eagerly(block: nn.Module) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _called_by(block: Any, call: Callable[..., Any]) -> Iterator[None]:
+def called_by(block: Any, call: Callable[..., Any]) -> Iterator[None]:
     """While this lasts, calling the block is calling `call`: also from within activation checkpointing."""
     before = block._compiled_call_impl
     block._compiled_call_impl = call
@@ -349,7 +349,7 @@ def _counting(model: nn.Module, around: Surroundings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_anomaly_warning() -> Iterator[None]:
+def without_anomaly_warning() -> Iterator[None]:
     import warnings
 
     with warnings.catch_warnings():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from lockstep.config.section import Section, setting
 
@@ -14,6 +16,19 @@ class DebugOptions(Section, frozen=True):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting("INFO", "What is worth a line.", role="cosmetic")
     digest_interval: int = setting(
         0, "Steps between fingerprints of all parameters in events.jsonl; 0: none.", role="cosmetic", ge=0, le=1 << 40
+    )
+    fingerprint_interval: Annotated[int, Field(ge=0, le=1 << 40)] | Literal["auto"] = setting(
+        "auto",
+        "Steps between fingerprints of every gradient, weight and moment in workers/*/fingerprint.jsonl; 0: none. "
+        "auto: 1 in mode replicas, else 0.",
+        role="cosmetic",
+    )
+    agree_interval: int = setting(
+        50,
+        "Steps after which ranks that have equal weights (ddp, hsdp) compare them, as before each save; 0: never.",
+        role="cosmetic",
+        ge=0,
+        le=1 << 40,
     )
     bundle: Literal["full", "no_weights", "off"] = setting(
         "full",

@@ -1,7 +1,8 @@
 """Fingerprints of a step: the digest of every gradient, weight and moment, taken on the device, read later.
 
 Gradients are taken before the update (which divides them, and so may round a flipped bit away), weights and moments
-after it. Nothing here waits for the device: the sums are copied beside the work, and whoever wants them asks.
+after it. Nothing here waits for the device: the sums are copied beside the work, and whoever wants them asks. All sums
+also go into one chain that stays on the device: what the host has on record can be held against it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.health.fingerprint import digest_tensor
+from lockstep.health.fingerprint import WORD, digest_tensor, digest_tensors
+from lockstep.health.records import chain_offset
 from lockstep.runtime.parallel import local
 
 GRADIENTS, WEIGHTS, MOMENTS = KINDS = ("gradients", "weights", "moments")  # in the order in which a step makes them
@@ -38,6 +40,7 @@ class Prints:
         self, parameters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], *, interval: int = 1
     ) -> None:
         self.parameters, self.moments, self.interval = dict(parameters), dict(moments), interval
+        self.chain = _nothing(next(iter(self.parameters.values())).device)
         self._gradients: torch.Tensor | None = None
         self._taken: list[Taken] = []
 
@@ -62,6 +65,7 @@ class Prints:
             return
         state = digests([*self.parameters.values(), *self.moments.values()])
         sums, self._gradients = torch.cat((self._gradients, state)), None
+        self.chain += digest_tensor(sums, chain_offset(step))
         if sums.device.type == "cuda":
             pinned = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             pinned.copy_(sums, non_blocking=True)
@@ -70,6 +74,10 @@ class Prints:
             self._taken.append(Taken(step, pinned, ended))
         else:
             self._taken.append(Taken(step, sums))
+
+    def told_chain(self) -> str:
+        """What the device itself says of all sums so far; waits for it. The record on the host must say the same."""
+        return as_hex([self.chain.tolist()])
 
     def taken(self, up_to: int | None = None) -> Iterator[Taken]:
         """Those not yet asked for, of steps up to this one; waits for each when it is read."""
@@ -81,11 +89,14 @@ class Prints:
 def digests(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """(n, 2) int64 on the device of the tensors, without waiting for it. None: a gradient there is none of."""
     device = next(tensor.device for tensor in tensors if tensor is not None)
-    nothing = torch.zeros(2, dtype=torch.int64, device=device)
-    return torch.stack([nothing if tensor is None else digest_tensor(local(tensor)) for tensor in tensors])
+    nothing = torch.empty(0, device=device)
+    return digest_tensors([nothing if tensor is None else local(tensor) for tensor in tensors])
+
+
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def as_hex(sums: Sequence[Sequence[int]]) -> str:
     """The sums of all tensors as one string, 32 digits each."""
-    word = (1 << 64) - 1
-    return "".join(f"{plain & word:016x}{keyed & word:016x}" for plain, keyed in sums)
+    return "".join(f"{plain & WORD:016x}{keyed & WORD:016x}" for plain, keyed in sums)

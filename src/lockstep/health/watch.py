@@ -24,7 +24,7 @@ from lockstep.runtime.parallel import local
 
 TORCH = str(Path(str(torch.__file__)).parent)
 PACKAGE = Path(__file__).parents[1]
-NOT_MEANT = tuple(str(PACKAGE / part) for part in ("health", "engine/autopsy", "engine/replay"))  # who looks
+NOT_MEANT = tuple(str(PACKAGE / part) for part in ("health", "engine/autopsy", "engine/replay", "check"))  # who looks
 UNWRITTEN = ("empty", "new_empty", "resize", "set_", "record_stream", "_local_scalar_dense")  # memory as it was found
 FILLING = ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "masked_fill")
 FORBIDDING = (
@@ -114,7 +114,7 @@ class OperationWatch(TorchDispatchMode):
         name = str(func._schema.name).rpartition("::")[2]
         if not name.startswith(UNWRITTEN):
             inputs = _inputs(func, name, args, named)
-            self._look(func, name, inputs=inputs, outputs=_tensors((result, _written(func, args, named))))
+            self._look(func, name, inputs=inputs, outputs=tensors_in((result, written_by(func, args, named))))
         return result
 
     def _look(self, func: Any, name: str, *, inputs: Tensors, outputs: Tensors) -> None:
@@ -145,11 +145,11 @@ class OperationWatch(TorchDispatchMode):
             return Origin(self.count, "unknown")
         tables = [Table.of(f"input {place}", each) for place, each in enumerate(inputs) if each.is_floating_point()]
         node = current_node()
-        phase, module, line = "forward", self.around.module(), _own_line()
+        phase, module, line = "forward", self.around.module(), own_line()
         operation = f"{name.rstrip('_')} ({func})"
         if node is not None:
             phase, module = "backward", self.around.module_of(node._sequence_nr()) or _parameter_of(node)
-            line = _line_of(node)
+            line = line_of(node)
             operation = f"{node.name().rpartition('::')[2]} ({func})"
         tables = [*tables[:4], Table.of("output", output)]
         self.made.append(Origin(self.count, phase, module, operation, line, self.around.batch, tensors=tuple(tables)))
@@ -188,7 +188,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     return _storage(part), int(part.storage_offset()), part.numel()
 
 
-def _tensors(tree: Any) -> Tensors:
+def tensors_in(tree: Any) -> Tensors:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -196,10 +196,10 @@ def _inputs(func: Any, name: str, args: tuple[Any, ...], named: Mapping[str, Any
     """What the operation reads: not what it only writes to."""
     skip = 1 if name.startswith(FILLING) and name.rstrip("0123456789").endswith("_") and name != "masked_fill_" else 0
     outs = {argument.name for argument in func._schema.arguments if argument.is_out}
-    return _tensors((args[skip:], {key: value for key, value in named.items() if key not in outs}))
+    return tensors_in((args[skip:], {key: value for key, value in named.items() if key not in outs}))
 
 
-def _written(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+def written_by(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
     """What the operation changes in place."""
     written: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
@@ -208,7 +208,7 @@ def _written(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list
     return written
 
 
-def _own_line() -> str:
+def own_line() -> str:
     """The innermost line that is neither torch's nor that of who looks."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -219,7 +219,7 @@ def _own_line() -> str:
     return ""
 
 
-def _line_of(node: Any) -> str:
+def line_of(node: Any) -> str:
     """The line of the forward pass that made a node of autograd."""
     for entry in reversed(node.metadata.get("traceback_", [])):
         name, _, rest = entry.strip().removeprefix('File "').partition('", line ')

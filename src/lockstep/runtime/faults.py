@@ -1,7 +1,9 @@
 """Faults on purpose: LOCKSTEP_FAULT makes a worker die, hang or compute wrongly at a chosen step. Inert without it.
 
 `kind@key=value,key=value`, several separated by `;`. Keys of every kind: `rank` (worker index; absent: every worker)
-and `step` (optimizer step from 0; absent: every step). The other keys of each kind stand in KINDS.
+and `step` (optimizer step from 0; absent: every step). In `lockstep check` the rank is the number of the card, and
+three more keys choose: `slot` (which process drives it), `round` (0: the first run, 1 and on: when a suspect is run
+again) and `node`; and `workload` names the one it strikes in. The other keys of each kind stand in KINDS.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 VARIABLE = "LOCKSTEP_FAULT"
+REPLICA = "LOCKSTEP_REPLICA"  # of a replica of `lockstep check`: rank=3,slot=1,round=0,node=0
+WHO = ("rank", "slot", "round", "node")
 PLACES = ("loader", "forward", "backward", "optimizer")
 FOREVER_SECONDS = 3600.0
 KINDS: dict[str, tuple[str, ...]] = {
@@ -62,6 +66,10 @@ class Fault:
 
     kind: str
     rank: int | None = None
+    slot: int | None = None
+    round: int | None = None
+    node: int | None = None
+    workload: str = ""  # "": any
     step: int | None = None
     where: str = "forward"
     code: int = 1
@@ -94,7 +102,7 @@ def _parse_one(text: str) -> Fault:
         raise ConfigError(f"unknown fault {kind!r}", where=VARIABLE, hint=suggest(kind, list(KINDS)))
     if not at:
         raise ConfigError(f"fault {text!r} has no '@'", where=VARIABLE, hint=f"{kind}@rank=0,step=3")
-    allowed = ("rank", "step", *KINDS[kind])
+    allowed = (*WHO, "workload", "step", *KINDS[kind])
     values: dict[str, Any] = {}
     for pair in filter(None, (pair.strip() for pair in rest.split(","))):
         key, equals, value = pair.partition("=")
@@ -108,7 +116,7 @@ def _parse_one(text: str) -> Fault:
 
 
 _READ: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
-    "rank": (int, lambda value: value >= 0, "a whole number from 0"),
+    **{key: (int, lambda value: value >= 0, "a whole number from 0") for key in WHO},
     "step": (int, lambda value: value >= 0, "a whole number from 0"),
     "index": (int, lambda value: value >= 0, "a whole number from 0"),
     "bit": (int, lambda value: 0 <= value < 64, "0 to 63"),
@@ -226,10 +234,15 @@ class Plan:
         return hook
 
 
-def plan(text: str | None = None, rank: int = 0) -> Plan:
+def plan(text: str | None = None, rank: int = 0, *, workload: str = "") -> Plan:
     """The faults of this worker, by default those of LOCKSTEP_FAULT. Ask once per run."""
     faults = parse(env.get(VARIABLE) if text is None else text)
-    return Plan(tuple(fault for fault in faults if fault.rank in (None, rank)))
+    place = dict.fromkeys(WHO, 0) | {"rank": rank}
+    for pair in filter(None, env.get(REPLICA).split(",")):
+        key, _, number = pair.partition("=")
+        place[key] = int(number)
+    here = (fault for fault in faults if fault.workload in ("", workload))
+    return Plan(tuple(fault for fault in here if all(getattr(fault, key) in (None, place[key]) for key in WHO)))
 
 
 def _exit(fault: Fault) -> None:

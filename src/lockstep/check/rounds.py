@@ -1,0 +1,204 @@
+"""The replicas of this process, round by round: errands written, processes started, records read. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.check import errand as errands
+from lockstep.check import observe, records
+from lockstep.check.confirm import Order
+from lockstep.check.crew import LOG, Crew, Ending, Member, Task
+from lockstep.check.errand import Dump, Errand
+from lockstep.check.records import Card, Replica, Workload
+from lockstep.check.workloads import is_prepared
+from lockstep.errors import ExitCode, LockstepError
+from lockstep.rundir import RunDir
+from lockstep.runtime import env, faults
+
+REPLICA, AUDIT = "lockstep.check.replica", "lockstep.check.audit"  # what the processes run
+THREADS = 1  # of the host, in every replica: another number could mean other bits
+SAMPLE_SECONDS = 2.0
+ANSWER_SECONDS = 10.0  # for the driver's first and last word about the cards
+OURS = (
+    "LOCKSTEP_WORK",
+    "GPU_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+FOREIGN = ("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "PMI", "ACCELERATE_")  # how launchers say who is who
+
+
+@dataclass(frozen=True)
+class Again:
+    """One order as it was carried out. `dump`: the tensor that was kept."""
+
+    order: Order
+    replica: Replica
+    dump: Path | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all replicas have in common."""
+
+    device: str
+    workloads: tuple[Workload, ...]
+    folder: Path  # of the check; each replica has its own in it
+    data: Path
+    patience_seconds: float
+    memory_bytes: int = 0  # of the card, for each; 0: all of it
+
+
+class Rounds:
+    """Runs replicas on the cards of this process. `tell` hears how far each is."""
+
+    def __init__(self, crew: Crew, plan: Plan, cards: Sequence[Card], tell: Callable[[Sequence[Member]], None]) -> None:
+        self.crew, self.plan, self.cards, self.tell = crew, plan, list(cards), tell
+        self.slots = len(cards)
+        self._observed = crew.work / "cards.jsonl"
+        self._observer: Member | None = None
+        self._dumps: list[Path] = []
+
+    def prepare(self) -> None:
+        """Make the data, once, in a process of its own; replicas only read it. Nothing to do where it is there."""
+        if is_prepared(self.plan.workloads, self.plan.data):
+            return
+        task = self._task("prepare", self._errand(self.cards[0], self.crew.work / "prepare"), "--prepare")
+        task = dataclasses.replace(task, record=None)
+        [ending] = self.crew.run([task], patience_seconds=float("inf"), tell=lambda _: None)
+        if ending.error:
+            said = next((line for line in reversed(ending.tail) if line.strip()), ending.error)
+            raise LockstepError(
+                f"the data of the check cannot be prepared: {said.strip()[:300]}", where=str(self.plan.data)
+            )
+
+    def audit(self) -> tuple[int, list[str]]:
+        """One step twice on the first card: (exit code, lines to show)."""
+        errand = self._errand(self.cards[0], self._folder(self.cards[0]))
+        task = self._task("audit", errand, module=AUDIT)
+        task = dataclasses.replace(task, record=None)
+        [ending] = self.crew.run([task], patience_seconds=self.plan.patience_seconds, tell=lambda _: None)
+        shown = (task.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        return ExitCode.FAILED if ending.code is None else ending.code, shown
+
+    def first(self) -> list[Replica]:
+        """All workloads on all cards at once. A card alone does them twice, one after the other."""
+        self._observe()
+        return self._run([(card, self._errand(card, self._folder(card))) for card in self.cards], number=0)
+
+    def second(self) -> list[Replica]:
+        """The same again, for a card that has nobody to be compared with but itself."""
+        return self._run([(card, self._errand(card, self._folder(card, "again"))) for card in self.cards], number=1)
+
+    def again(self, orders: Iterable[Order], *, number: int) -> list[Again]:
+        """Carry out orders for cards of this process, all at once."""
+        jobs: list[tuple[Order, Errand]] = []
+        for place, order in enumerate(orders):
+            dump = Dump(order.workload, order.step, order.tensor) if order.tensor else None
+            chosen = tuple(each for each in self.plan.workloads if each.name == order.workload)
+            plain = self._errand(order.card, self._folder(order.card, f"rerun-{number}-{place}"))
+            jobs.append(
+                (
+                    order,
+                    dataclasses.replace(plain, workloads=chosen, until=None if order.whole else order.step, dump=dump),
+                )
+            )
+        replicas = self._run([(order.card, errand) for order, errand in jobs], number=number)
+        self._dumps += [errand.dump_file for _, errand in jobs]
+        return [
+            Again(order, replica, errand.dump_file if errand.dump_file.exists() else None)
+            for (order, errand), replica in zip(jobs, replicas, strict=True)
+        ]
+
+    def clear(self) -> None:
+        """Remove the tensors that were kept: they may be large, and what they told is in the report."""
+        for dump in self._dumps:
+            dump.unlink(missing_ok=True)
+
+    def observed(self, replicas: Sequence[Replica]) -> list[Replica]:
+        """The replicas with what the driver said of their cards, now that all is done."""
+        if self._observer is not None:
+            self.crew.end(self._observer, ANSWER_SECONDS)
+            self._observer = None
+        return [dataclasses.replace(replica, **observe.read(self._observed, replica.card)) for replica in replicas]
+
+    def _observe(self) -> None:
+        """Let a process ask the driver from now on; its first answers are waited for, within reason."""
+        if self.plan.device != "cuda":
+            return
+        uuids = sorted({card.uuid for card in self.cards})
+        command = (sys.executable, "-m", "lockstep.check.observe", str(self._observed), str(SAMPLE_SECONDS), *uuids)
+        self._observer = self.crew.start(Task("observe", command, env.child(), self.crew.work / "observe"))
+        for _ in range(int(ANSWER_SECONDS / 0.1)):
+            if self._observed.exists() or not self._observer.child.alive:
+                return
+            self.crew.wait(0.1)
+
+    def _run(self, jobs: Sequence[tuple[Card, Errand]], *, number: int) -> list[Replica]:
+        tasks = [self._task(card.name, errand, number=number) for card, errand in jobs]
+        endings = self.crew.run(tasks, patience_seconds=self.plan.patience_seconds, tell=self.tell)
+        return [_replica(errand, ending) for (_, errand), ending in zip(jobs, endings, strict=True)]
+
+    def _errand(self, card: Card, folder: Path) -> Errand:
+        folder.mkdir(parents=True, exist_ok=True)
+        plan = self.plan
+        return Errand(
+            card=card,
+            device=plan.device,
+            workloads=plan.workloads,
+            folder=folder.absolute(),
+            data=plan.data.absolute(),
+            threads=THREADS,
+            memory_bytes=plan.memory_bytes,
+        )
+
+    def _task(self, name: str, errand: Errand, *flags: str, number: int = 0, module: str = "") -> Task:
+        file = errand.write(Path(errand.folder) / errands.FILE)
+        command = (sys.executable, "-m", module or REPLICA, *flags, str(file))
+        environ = self._environment(errand.card, number)
+        cores = _share(errand.card.slot, self.slots)
+        return Task(name, command, environ, Path(errand.folder), record=errand.record, cores=cores)
+
+    def _environment(self, card: Card, number: int) -> dict[str, str]:
+        """Of a replica: alone in the world, with one card, whoever has started us."""
+        known = env.child()
+        kept = {name: value for name, value in known.items() if name not in OURS and not name.startswith(FOREIGN)}
+        kept[faults.REPLICA] = f"rank={card.index},slot={card.slot},round={number},node={card.node}"
+        kept |= {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"}
+        if self.plan.device == "cuda":
+            one = card.uuid if card.uuid.startswith(("GPU-", "MIG-")) else str(card.index)
+            kept |= {"CUDA_VISIBLE_DEVICES": one, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", env.DEVICE: "cuda"}
+            kept["HIP_VISIBLE_DEVICES"] = str(card.index)
+        return kept
+
+    def _folder(self, card: Card, part: str = "") -> Path:
+        shared = sum(other.index == card.index for other in self.cards) > 1
+        tag = f"{'GPU' if self.plan.device == 'cuda' else 'CPU'}{card.index}{f'-slot{card.slot}' if shared else ''}"
+        folder = RunDir(self.plan.folder).worker(tag, card.node)
+        return folder / part if part else folder
+
+
+def _share(slot: int, slots: int) -> frozenset[int]:
+    """The cores of one slot, where there are enough for all: then a slot is a place of the machine, not only a name."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // slots
+    return frozenset(cores[slot * each : (slot + 1) * each]) if each >= 4 and slot < slots else frozenset()
+
+
+def _replica(errand: Errand, ending: Ending) -> Replica:
+    """What its record says, and how its process ended where the record does not."""
+    replica = records.read(errand.record, errand.card)
+    told = any(work.error for work in replica.works)
+    error = "" if told and ending.code == ExitCode.FAILED else ending.error
+    if not error and ending.code == 0 and not told and len(replica.works) < len(errand.workloads):
+        error = "ended before its last workload"
+    return dataclasses.replace(replica, exit_code=ending.code, error=error)

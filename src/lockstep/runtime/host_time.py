@@ -1,0 +1,24 @@
+"""How long work of this thread took on the host, without the time it waited for a processor. Torch-free.
+
+On a machine with more to do than processors, the clock on the wall tells mostly about the others. Sleeping counts:
+who sleeps is slow by himself. Where the kernel does not say how long a thread has waited, this is the wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+SCHEDULING = Path("/proc/thread-self/schedstat")  # nanoseconds on a processor, nanoseconds waiting for one, turns
+
+
+def own_seconds() -> float:
+    """A clock that stands still while this thread waits for a processor; only differences mean something."""
+    return time.perf_counter() - _waited_seconds()
+
+
+def _waited_seconds() -> float:
+    try:
+        return int(SCHEDULING.read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
