@@ -119,7 +119,6 @@ ELSEWHERE: dict[str, str] = {
     "debug.bundle": "test_what_is_kept_can_be_chosen",
     "debug.log_level": "test_the_log_level",
     "debug.digest_interval": "test_fingerprints_when_due",
-    "debug.fingerprint_interval": "test_fingerprints_are_written_at_their_interval",
     "debug.agree_interval": "test_a_rank_that_drifts_is_named_within_the_interval",
     **dict.fromkeys(
         ("training.save_interval", "training.eval_interval", "training.checkpoint_dir", "checkpoint.keep_last",

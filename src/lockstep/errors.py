@@ -84,6 +84,9 @@ class NonFiniteError(LockstepError):
 class MemoryShortageError(LockstepError):
     """The device or the machine has no more memory to give."""
 
+    figures: Mapping[str, int | None] = MappingProxyType({})  # bytes: requested, peak, limit, estimated
+    remedy: Any = None  # what would need less, as engine/shortage.py has it
+
 
 class Stopped(LockstepError):
     """The run was asked to end by a signal and has saved its state."""

@@ -163,6 +163,11 @@ def _crash_report(error: Exception, words: Sequence[str]) -> str:
         f"  full traceback: {report}" if report else "  LOCKSTEP_TRACEBACK=1 shows the full traceback",
         "  this is a fault of lockstep, not of your settings: please report it with that traceback",
     ]
+    run = getattr(error, "run", None)
+    if run and _place().launcher == "none":  # else the launcher has the last word
+        from lockstep.launch.failure import next_command
+
+        lines.append(f"  try: {next_command(run)}")
     if "--debug" in words or env.get("LOCKSTEP_TRACEBACK") == "1":
         lines.append(text.rstrip())
     return "\n".join(lines)

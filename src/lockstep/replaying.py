@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.errors import DataError, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
+from lockstep.runtime.scrub import scrubber
 
 BUNDLE = "bundle.json"
 
@@ -24,6 +25,7 @@ def replay(arguments: Namespace) -> int:
     if arguments.drop_sample is not None:
         asked.append(engine.Change(f"--drop-sample {arguments.drop_sample}", drop=arguments.drop_sample))
     done, finding = engine.replay(folder, asked, device=arguments.device)
+    scrub = scrubber()  # a bundle may come from anywhere
     if arguments.json:
         tried = [
             {"change": each.change.name, "finite": each.fine,
@@ -33,7 +35,7 @@ def replay(arguments: Namespace) -> int:
         told = {"reproduced": done.reproduced, "verdict": done.verdict, "tried": tried}
         say(json.dumps(told | {"place": dataclasses.asdict(finding.place) if finding.place else None}, indent=1))
     else:
-        say(*done.lines(finding))
+        say(*(scrub(line) for line in done.lines(finding)))
     return done.exit_code
 
 
@@ -46,6 +48,17 @@ def find(name: str) -> Path:
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise DataError("not a bundle", where=str(folder), hint=hint)
     run = root_of(find_run(name))
-    for found in sorted(run.glob(f"workers/*/faults/step_*/{BUNDLE}"), key=lambda path: path.stat().st_mtime):
-        return found.parent  # the first failure
+    found = sorted(run.glob(f"workers/*/faults/step_*/{BUNDLE}"), key=lambda path: path.stat().st_mtime)
+    named = _named_by_failure(run)
+    for path in [path for path in found if path.parent.parts[-3:] == named] or found:  # else the first that was kept
+        return path.parent
     raise NotFoundError("nothing was kept of a bad step in this run", where=str(run), hint=hint)
+
+
+def _named_by_failure(run: Path) -> tuple[str, ...]:
+    """(worker, "faults", step) of the failure that ended the run: one that went on may have kept others before."""
+    try:
+        record = json.loads((run / "failure.json").read_text(encoding="utf-8"))
+        return Path(record["bundle"]).parts[-3:]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()

@@ -284,13 +284,14 @@ def sweep(folder: Path) -> list[str]:
     return [path.name for path in leftovers]
 
 
-def io_error(error: OSError, path: Path, *, doing: str) -> LockstepError:
-    """An OSError as a user should read it: what, where, and for a full disk how much room there is."""
+def io_error(error: OSError, path: Path, *, doing: str, need_bytes: int = 0) -> LockstepError:
+    """An OSError as a user should read it: what, where, and for a full disk how much room there is, and is needed."""
     free, hint = "", f"make {path.parent} writable, or name another folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
         hint = "free some space, or name a folder on another disk"
         with contextlib.suppress(OSError):
             place = next(parent for parent in (path, *path.parents) if parent.exists())
-            free = f" ({shutil.disk_usage(place).free / 2**20:.0f} MiB free)"
+            needed = f", {need_bytes / 2**20:.0f} MiB needed" if need_bytes else ""
+            free = f" ({shutil.disk_usage(place).free / 2**20:.0f} MiB free{needed})"
     what = f"{doing} failed: {error.strerror or error}{free}"
     return LockstepError(what, where=str(path), hint=hint, exit_code=ExitCode.IO)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from lockstep.engine.replay import replay
-from lockstep.errors import NonFiniteError
-from lockstep.health.finding import Finding, from_json
+from lockstep.engine import autopsy
+from lockstep.engine.autopsy import scale_of
+from lockstep.runtime.precision import Precision
+from tests.engine.bad_steps import ALL_BUT_SLOWLY, FAMILIES, OF_FAMILY, brought_back
 from tests.gates.training import run
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
 
-SMALL: dict[str, Any] = {
-    "training.max_steps": 4, "training.batch_size": 2, "training.grad_accum_nums": 2, "training.eval_interval": 0,
-    "training.eval_batches": 1, "training.save_interval": 0, "training.warmup_steps": 1, "data.num_workers": 0,
-    "system.threads": 1,
-}  # fmt: skip
-TEXT: dict[str, Any] = {**SMALL, "training.context_length": 16}
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": TEXT,
-    "mlm": TEXT,
-    "llada": TEXT,
-    "ad": {**SMALL, "training.context_length": 40, "data.train_source_timesteps": 80, "training.gen_episodes": 0},
-}
 MODULES = {  # of each family, from the first to the last
     "llama": [
         "tok_embed",
@@ -46,38 +40,6 @@ PARAMETERS = {
     "llada": "layers.0.attention.wq",
     "ad": "layers.1.attention.wo",
 }
-FAMILIES = list(OF_FAMILY)
-
-
-@pytest.fixture(scope="session")
-def agents_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the histories of a source learner are made, once."""
-    return tmp_path_factory.mktemp("histories")
-
-
-@pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """Train with a fault until it stops the run; what was found."""
-
-    def until(fault: str, family: str = "llama", **settings: Any) -> Finding:
-        own = {} if family != "ad" else {"data.data_path": str(request.getfixturevalue("agents_data"))}
-        monkeypatch.setenv("LOCKSTEP_FAULT", fault)
-        with pytest.raises(NonFiniteError) as caught:
-            run(tmp_path / "run", {**OF_FAMILY[family], **own, **settings}, family=family)
-        monkeypatch.delenv("LOCKSTEP_FAULT")
-        assert int(caught.value.exit_code) == 71
-        return from_json(caught.value.finding)
-
-    return until
-
-
-def brought_back(finding: Finding, *, code: int = 0) -> str:
-    """Replay what was kept of it, where it must come back; what is said of it."""
-    done, was = replay(Path(finding.files["bundle"]), device="cpu")
-    assert was.as_json() == finding.replace(files=was.files).as_json()
-    assert done.exit_code == code, done.lines(was)
-    assert done.reproduced == (code == 0)
-    return done.verdict
 
 
 def activations() -> Iterator[Any]:
@@ -134,6 +96,14 @@ def test_a_weight(broken: Any, family: str, kind: str) -> None:
     assert said.startswith("hardware-suspect" if kind == "nan_weight" else "learning rate")
 
 
+def test_one_matrix_for_embedding_and_output(broken: Any) -> None:
+    """Tied: it has one name, whichever use of it goes wrong."""
+    tied = {"model.tie_word_embeddings": True}
+    finding = broken("nan_grad@step=1,tensor=tok_embed.weight", **tied)
+    assert (finding.place.phase, finding.place.module, len(finding.gradients)) == ("backward", "tok_embed", 1)
+    brought_back(finding)
+
+
 def test_a_weight_that_no_batch_reads(broken: Any) -> None:
     """The row of a token that does not occur: loss and gradients know nothing of it, a look in turn does."""
     settings = {"training.max_steps": 60, "training.batch_size": 1, "training.grad_accum_nums": 1}
@@ -174,9 +144,30 @@ def test_in_other_numbers_and_with_less_memory(broken: Any, precision: str, chec
     brought_back(finding)
 
 
-def test_fp16_that_finds_no_footing_tells_which_gradient(broken: Any) -> None:
-    finding = broken("inf_grad@tensor=norm.weight", **{"training.precision": "fp16", "training.max_steps": 40})
-    assert (finding.kind, finding.place.phase, finding.place.module) == ("overflow", "backward", "norm")
+@pytest.mark.parametrize("family", ALL_BUT_SLOWLY)
+def test_fp16_that_finds_no_footing_tells_which_gradient(broken: Any, family: str) -> None:
+    """Item 66 in each family: 20 overflows in a row are counted, not one step more is made, nothing is updated."""
+    module = PARAMETERS[family]
+    settings = {"training.precision": "fp16", "training.max_steps": 40, "training.grad_accum_nums": 1}
+    finding = broken(f"inf_grad@tensor={module}.weight", family, **settings)
+    assert (finding.kind, finding.place.phase, finding.place.module) == ("overflow", "backward", module)
+    assert (finding.step, finding.history[-1]["loss_scale"]) == (17, 0.5), "65536, halved until it is below 1"
+    scales = [each["loss_scale"] for each in finding.history]
+    assert all(after == before / 2 for before, after in pairwise(scales))
+    assert len({each["lr"] for each in finding.history}) == 1, "the schedule stands still"
+
+
+@pytest.mark.parametrize("family", ALL_BUT_SLOWLY)
+def test_a_single_fp16_overflow_is_skipped(family: str, tmp_path: Path, agents_data: Path, monkeypatch: Any) -> None:
+    """Control: the run goes on, with half the scale and the learning rate it had."""
+    own = {"data.data_path": str(agents_data)} if family == "ad" else {}
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"inf_grad@step=1,tensor={PARAMETERS[family]}.weight")
+    settings = {**OF_FAMILY[family], **own, "training.precision": "fp16", "training.max_steps": 3}
+    parts, recorder = run(tmp_path, settings, family=family)
+    assert [record.skipped for record in recorder.records] == [False, True, False]
+    assert recorder.records[1].lr == recorder.records[2].lr
+    assert recorder.records[2].loss_scale == recorder.records[1].loss_scale / 2
+    assert (parts.progress.step, parts.progress.skipped) == (3, 1)
 
 
 @pytest.mark.slow
@@ -193,3 +184,39 @@ def test_compiled_blocks(broken: Any, checkpointing: bool) -> None:
     assert finding.place.operation == "mul (aten.mul.Tensor)"
     assert finding.place.line.endswith("return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))")
     assert brought_back(finding).startswith("hardware-suspect: a value of layers.1.mlp.w1.weight is ")
+
+
+def test_the_loss_scale_of_the_step_and_then_the_one_it_has_now() -> None:
+    precision = Precision("fp16", torch.device("cpu"))
+    stepper: Any = SimpleNamespace(precision=precision)
+    assert precision.scaler is not None
+    before = precision.scaler.state_dict()
+    with scale_of(stepper, 8.0):
+        assert precision.scaler.scale.item() == 8.0
+    assert precision.scaler.state_dict() == before != {**before, "scale": 8.0}
+
+
+def test_dumped_gradients_are_those_the_optimizer_would_see(broken: Any, tmp_path: Path) -> None:
+    """Under fp16 they are 65536 times as large while they are made."""
+    settings = {"training.precision": "fp16", "debug.enabled": True, "training.checkpoint_dir": str(tmp_path / "kept")}
+    finding = broken("nan_loss@step=1", **settings)
+    gradients = pickle.loads(Path(finding.files["debug"]).read_bytes())["gradients"]  # noqa: S301 - our own
+    norm = sum(float((gradient.astype("float64") ** 2).sum()) for gradient in gradients.values()) ** 0.5
+    assert norm == pytest.approx(finding.grad_norm, rel=1e-3)
+
+
+def test_the_rows_that_are_named_are_those_of_the_step(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each id leads to the tokens that the bundle holds."""
+    told: list[Any] = []
+    notes = autopsy._notes
+
+    def listening(parts: Any, bad: Any, *args: Any, **named: Any) -> Any:
+        ids = named["ids"]
+        tokens = torch.cat([batch.tensors["tokens"] for batch in bad.batches])
+        found = torch.from_numpy(parts.table.take(np.array(ids))["tokens"]).long()
+        told.extend(torch.equal(one, other) for one, other in zip(found, tokens.long(), strict=True))
+        return notes(parts, bad, *args, **named)
+
+    monkeypatch.setattr(autopsy, "_notes", listening)
+    broken("nan_loss@step=2")
+    assert told == [True] * 4

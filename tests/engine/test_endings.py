@@ -94,6 +94,61 @@ def test_a_failure_at_step_0_leaves_a_checkpoint(in_dir: Path, lockstep: Cli, mo
     assert not (in_dir / "runs" / "a" / "failure.json").exists(), "made good"
 
 
+def test_out_of_memory_says_how_much_and_the_advice_can_be_followed(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 7, 8, of a process alone: the numbers, and a command that goes on from what was saved."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "oom@step=1")
+    failed = lockstep(*TINY, "--name", "a")
+    record = json.loads((in_dir / "runs" / "a" / "failure.json").read_text())
+    assert (failed.code, record["kind"], record["exit_code"]) == (1, "memory", 1)
+    assert record["requested_bytes"] is None, "a bare MemoryError does not say"
+    assert 0 < record["estimated_bytes"] < record["peak_bytes"] < record["limit_bytes"]
+    assert record["trace"][-1] == "MemoryError", "where it was, not only that it was"
+    assert f"try: {record['next']}" in failed.err
+    assert len(failed.err.splitlines()) <= 5
+    command, _, words = record["next"].partition(" (")
+    assert command.startswith("lockstep resume runs/a --training.batch-size 2 --training.grad-accum-nums 2")
+    assert "of the activations" in words
+    monkeypatch.delenv("LOCKSTEP_FAULT")
+    assert lockstep(*command.split()[1:]).code == 0
+    refused = lockstep("resume", "runs/a", "--training.batch-size", "1")
+    assert refused.code == 2, "the control: without leave another batch is another run"
+
+
+def test_an_exception_ends_with_what_to_do_next(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 9, of a process alone."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "raise@step=1")
+    failed = lockstep(*TINY, "--name", "a")
+    record = json.loads((in_dir / "runs" / "a" / "failure.json").read_text())
+    assert record["next"] == "lockstep resume runs/a"
+    assert f"  try: {record['next']}" in failed.err.splitlines()
+    assert len(failed.err.splitlines()) <= 5
+    assert "requested_bytes" not in record, "no shortage of memory"
+
+
+def test_a_full_disk_is_not_written_to_again(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 21: how much is free and needed; from what was saved before one can go on."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    real, saves = checkpoint.save_file, []
+
+    def save_file(tensors: Any, path: Path) -> None:
+        saves.append(path)
+        (real if len(saves) <= 2 else full)(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    failed = lockstep(*TINY, "--name", "a", "training.save_interval=1")
+    assert failed.code == ExitCode.IO, failed.text
+    assert "MiB free, 2 MiB needed)" in failed.err
+    assert failed.err.splitlines()[-1].endswith("resume runs/a")
+    assert len(saves) == 3, "no second try"
+    monkeypatch.setattr(checkpoint, "save_file", real)
+    assert lockstep("resume", "runs/a").code == 0
+
+
 def test_an_error_after_the_update_saves_nothing(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are then of step 2, the counts of step 1: no state that may be gone on from."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "flip_weight@step=1,tensor=nope,bit=3")
@@ -159,9 +214,9 @@ def test_the_tokenizer_survives_a_cleared_cache(in_dir: Path, lockstep: Cli, mon
 
     save = loop.save
 
-    def clear_then_save(*args: Any) -> Path:
+    def clear_then_save(*args: Any) -> None:
         shutil.rmtree(in_dir / "mine", ignore_errors=True)
-        return save(*args)
+        save(*args)
 
     monkeypatch.setattr(loop, "save", clear_then_save)
     assert lockstep(*TINY, "--name", "a", "data.cache_dir=mine").code == 0

@@ -72,7 +72,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, _prepared: Path) -> Bench:
-    settings = {**SETTINGS, "training.max_steps": BEFORE + AFTER, "debug.fingerprint_interval": 1}
+    settings = {**SETTINGS, "training.max_steps": BEFORE + AFTER, "system.mode": "replicas"}
     loaded = load("llama", preset="tiny", flags=flags({"system.device": "cpu", **settings}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATASET_CACHE_DIR", str(_prepared))
@@ -155,10 +155,9 @@ def stamped(folder: Path) -> list[int]:
     ("settings", "steps"),
     [
         ({}, None),
-        ({"debug.fingerprint_interval": 2}, [1, 3]),
+        ({"debug.digest_interval": 2}, None),
         ({"system.mode": "replicas"}, [0, 1, 2, 3]),
-        ({"system.mode": "replicas", "debug.fingerprint_interval": 3}, [2]),
-        ({"system.mode": "replicas", "debug.fingerprint_interval": 0}, []),
+        ({"system.mode": "replicas", "debug.digest_interval": 3}, [2]),
     ],
 )
 def test_fingerprints_are_written_at_their_interval(
@@ -171,7 +170,7 @@ def test_fingerprints_are_written_at_their_interval(
 def test_fingerprints_change_no_bit_and_go_on_after_a_resume(tmp_path: Path) -> None:
     settings = {**SETTINGS, "training.max_steps": 4, "training.save_interval": 2}
     _, plain = run(tmp_path / "plain", settings)
-    folder, watched = tmp_path / "watched", {**settings, "debug.fingerprint_interval": 1}
+    folder, watched = tmp_path / "watched", {**settings, "system.mode": "replicas"}
     _, seen = run(folder, watched)
     assert [record.loss.hex() for record in seen.records] == [record.loss.hex() for record in plain.records]
     (path,) = folder.glob(f"workers/*/{FILE}")
@@ -215,7 +214,7 @@ def test_a_record_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", ["-1", "often", "1.5"])
-@pytest.mark.parametrize("key", ["debug.fingerprint_interval", "debug.agree_interval"])
+@pytest.mark.parametrize("key", ["debug.digest_interval", "debug.agree_interval"])
 def test_an_interval_is_a_whole_number(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=key) as caught:
         load("llama", preset="tiny", flags=flags({key: value}))

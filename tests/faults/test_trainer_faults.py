@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import rundir
+from lockstep.launch import failure
 from tests.faults import trainer
 from tests.faults.trainer import trials
 from tests.launch import harness
@@ -85,7 +87,11 @@ def test_codes(tmp_path: Path, text: str, trial: int) -> None:
     record = harness.check_failure(ended, trainer.run_folder(tmp_path), code=code, rank=rank, cause=cause)
     assert (record["step"], record["section"]) == (4, "forward")
     if code > 128:
-        assert "Fatal Python error" in "\n".join(record["trace"])
+        assert record["trace"][0].startswith("Fatal Python error")
+        assert record["trace"][1].startswith("Current thread"), "the one that crashed, not the one that was first"
+        assert re.search(r", in runtime/faults\.py:\d+ _(segv|abort)$", record["cause"]), record["cause"]
+        assert "Fatal Python error" not in ended.out, "five lines on the screen; the rest is in files"
+        assert "Current thread" in (trainer.run_folder(tmp_path) / f"workers/n0-GPU{rank}/stacks.txt").read_text()
 
 
 RAISES = {"forward": "forward", "backward": "backward", "optimizer": "backward", "loader": "data"}
@@ -111,14 +117,16 @@ def test_an_exception(tmp_path: Path, where: str, rank: int, trial: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "trial"), trials("limit", "eat"))
 def test_out_of_memory(tmp_path: Path, how: str, trial: int) -> None:
-    """Row 7: named as memory, with the bytes that were asked for or used, and those allowed."""
+    """Row 7: named as memory, with the bytes that were asked for or used, those allowed, and what needs less."""
     rank = trial % 2
     if how == "limit":
         ended = trainer.run(tmp_path, HURT=f"limit:forward:{rank}:3")
         record = harness.check_failure(ended, trainer.run_folder(tmp_path), code=1, rank=rank, cause="out of memory")
-        assert str(1 << 30) in record["cause"], "what was asked for"
-        assert "RLIMIT_AS" in record["cause"], "what is allowed"
-        assert record["kind"] == "memory"
+        assert record["requested_bytes"] == 1 << 30
+        assert "1.00 GiB asked for" in record["cause"]
+        assert f"RLIMIT_AS allows {failure.size_text(record['limit_bytes'])}" in record["cause"]
+        assert f"peak {failure.size_text(record['peak_bytes'])}" in record["cause"]
+        trainer.check_remedy(record, ended)
         return
     if not os.access(CGROUP, os.W_OK):
         pytest.skip(
@@ -135,13 +143,14 @@ def test_out_of_memory(tmp_path: Path, how: str, trial: int) -> None:
             ["bash", "-c", shell],
             cwd=tmp_path,
             seconds=trainer.END_SECONDS,
-            HURT=f"eat:forward:{rank}:3",
-            PYTHONPATH=str(trainer.HURT),
+            **trainer.hurt({"HURT": f"eat:forward:{rank}:3"}),
         )
         cause = "killed by SIGKILL (out of memory)"
         record = harness.check_failure(ended, trainer.run_folder(tmp_path), code=137, rank=rank, cause=cause)
-        assert record["kind"] == "memory"
-        assert f"of {limit:,} allowed" in record["cause"]
+        assert (record["requested_bytes"], record["limit_bytes"]) == (None, limit)
+        assert 0.9 * limit < record["peak_bytes"] <= limit
+        assert f"its cgroup allows {failure.size_text(limit)}" in record["cause"]
+        trainer.check_remedy(record, ended)
     finally:
         remove_group(place)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -54,13 +55,16 @@ def start(cwd: Path, *words: str, way: str = "direct", workers: int = 2, **envir
     count = () if "--gpus" in words else ("--gpus", str(workers))
     steps = () if "--max-steps" in words else ("--max-steps", str(STEPS))
     every = ("--device", "cpu", *count, *steps, *named, *QUIET, *words)
-    job = harness.start(["bash", "-c", WAYS[way].format(shlex.join(every))], cwd=cwd, **_hurt(environ))
+    job = harness.start(["bash", "-c", WAYS[way].format(shlex.join(every))], cwd=cwd, **hurt(environ))
     STARTED.append(job)
     return job
 
 
-def _hurt(environ: dict[str, str]) -> dict[str, str]:
-    return environ | ({"PYTHONPATH": str(HURT)} if "HURT" in environ else {})
+def hurt(environ: dict[str, str]) -> dict[str, str]:
+    """The same variables; with HURT also the folder that heeds it."""
+    before = os.environ.get("PYTHONPATH")  # where the package under test may be
+    path = os.pathsep.join([str(HURT), *([before] if before else [])])
+    return environ | ({"PYTHONPATH": path} if "HURT" in environ else {})
 
 
 def run(cwd: Path, *words: str, **more: Any) -> harness.Ended:
@@ -140,3 +144,13 @@ def fake_scontrol(folder: Path) -> dict[str, str]:
 def asked_of(folder: Path) -> list[str]:
     path = folder / "asked"
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def check_remedy(record: dict[str, Any], ended: harness.Ended) -> None:
+    """The advice keeps the global batch, and nobody tries the same again by himself: nothing is restarted."""
+    assert record["kind"] == "memory"
+    assert record["estimated_bytes"] > 0
+    rows, accumulated = re.findall(r"--training\.(?:batch-size|grad-accum-nums) (\d+)", record["next"])
+    assert int(rows) < 4 == int(rows) * int(accumulated), "the preset tiny has 4 rows, not accumulated"
+    assert ended.out.count("Step [0/") == 1, "of the one worker that is shown"
+    assert ended.out.count("[FAILURE]") == 1

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.health import locate as locating
 from lockstep.health.finding import Place
 from lockstep.health.locate import Subject, guilty_block, locate
 
@@ -49,6 +51,15 @@ class Block(nn.Module):
             y = y + Root.apply((y - y).abs()) * 0
         if self.trouble == "log":
             y = y + (y - y).log() - (y - y).log()
+        if self.trouble == "in place":
+            y = (y - y).add_(1e3).exp_()
+        if self.trouble == "in place by itself":
+            nothing = (y - y).detach()
+            y = y + nothing.div_(nothing)
+        if self.trouble == "part of a tensor":
+            room = torch.empty_like(y).fill_(0)
+            room[:, 1] = (y / (y - y))[:, 1]
+            y = y + room
         return x + self.second(y)
 
 
@@ -125,6 +136,73 @@ def test_infinity_counts_and_comes_before_the_nan_it_turns_into(model: Model) ->
     assert (place.module, place.operation) == ("layers.1", "log (aten.log.default)")
 
 
+@pytest.mark.parametrize(
+    ("trouble", "operation"),
+    [
+        ("in place", "exp (aten.exp_.default)"),
+        ("in place by itself", "div (aten.div_.Tensor)"),
+        ("part of a tensor", "div (aten.div.Tensor)"),
+    ],
+)
+def test_what_is_changed_in_place(trouble: str, operation: str) -> None:
+    """When the operation is done its input is bad too: what counts is how it was before."""
+    model = Model()
+    block(model, 1).trouble = trouble
+    place = place_of(model)
+    assert (place.module, place.operation, place.block) == ("layers.1", operation, "layers.1")
+    assert not any(table.bad for table in place.tensors if table.name.startswith("input"))
+
+
+class Unwatchable(nn.Linear):
+    """A kernel that refuses to be looked at from inside, as flex attention does."""
+
+    spoils = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if _get_current_dispatch_mode_stack():
+            raise NotImplementedError("no rule for this mode")
+        made = super().forward(input)
+        return made / 0 if self.spoils else made
+
+
+@pytest.mark.parametrize("spoils", [True, False])
+def test_a_kernel_that_cannot_be_watched_from_inside(model: Model, spoils: bool) -> None:
+    """Then modules are watched, and the innermost one is named; what is wrong elsewhere is found as well."""
+    for each in model.layers:
+        each.first = Unwatchable(WIDTH, WIDTH)
+    block(model, 1).first.spoils = spoils
+    block(model, 1).trouble = "" if spoils else "divide"
+    place = place_of(model)
+    assert (place.phase, place.module, place.block) == (
+        "forward",
+        "layers.1.first" if spoils else "layers.1",
+        "layers.1",
+    )
+    assert place.operation == ""
+    assert place.tensors
+    assert place.tensors[-1].bad
+
+
+def test_only_the_gradient_of_what_cannot_be_watched(model: Model) -> None:
+    for each in model.layers:
+        each.first = Unwatchable(WIDTH, WIDTH)
+    block(model, 1).trouble = "root"
+    place = place_of(model)
+    assert (place.phase, place.block) == ("backward", "layers.1")
+
+
+def test_a_block_is_named_where_nothing_inside_can_be_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little memory without the compiler, say. Nobody may conclude that the compiler is to blame."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no more memory")
+
+    block(model, 1).trouble = "divide"
+    monkeypatch.setattr(locating, "_by_operation", fails)
+    place = place_of(model)
+    assert (place.module, place.block, place.operation, place.eager) == ("layers.1", "layers.1", "", True)
+
+
 def test_a_large_weight_overflows_where_it_is_used(model: Model) -> None:
     block(model, 2).second.weight.data.fill_(3e38)
     place = place_of(model)
@@ -149,6 +227,16 @@ def test_only_the_gradient_is_bad(model: Model, number: int) -> None:
     assert (place.phase, place.module, place.block) == ("backward", f"layers.{number}", f"layers.{number}")
     assert place.operation.startswith("RootBackward")
     assert "Root.apply" in place.line
+
+
+def test_of_two_bad_gradients_the_first_in_backward_order(model: Model) -> None:
+    """Only of weights: what flows back is fine, so nothing but the order tells which was first."""
+    for number in (0, 2):
+        block(model, number).second.weight.register_hook(lambda gradient: gradient / 0)
+    place = place_of(model)
+    assert (place.phase, place.block) == ("backward", "layers.2")
+    assert place.module == "layers.2.second"
+    assert place.operation.endswith("(aten.div.Tensor)")
 
 
 def test_a_weight_that_is_nan_before_the_step(model: Model) -> None:
@@ -220,3 +308,12 @@ def test_what_only_the_compiled_block_does(model: Model) -> None:
     block(model, 1)._compiled_call_impl = lambda x: right(x) / 0
     place = place_of(model)
     assert (place.block, place.eager) == ("layers.1", False)
+
+
+def test_gradients_that_overflow_only_when_they_are_summed(model: Model) -> None:
+    """Each micro-batch is fine by itself: it is the sum over two that is not, and it belongs to a weight."""
+    block(model, 1).second.weight.register_hook(lambda gradient: gradient * 0 + 2e38)
+    assert locate(subject_of(model, batches=1)) is None, "control"
+    place = place_of(model)
+    assert (place.phase, place.module) == ("backward", "layers.1.second")
+    assert place.operation.startswith("AccumulateGrad")

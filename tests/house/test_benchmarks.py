@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.gates.training import FEW_WORDS
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -80,3 +84,37 @@ def test_fingerprints_over_a_limit_are_exit_1(capsys: pytest.CaptureFixture[str]
     assert [line.split(":")[0] for line in lines] == ["ok", "TOO SLOW"]
     limits = (module.LIMIT_PERCENT["cuda"], module.LIMIT_PERCENT["cpu"], module.AGREE_PERCENT)
     assert all(f"{limit:g} %" in row("prints") for limit in limits)
+
+
+def test_detection_over_its_limit_or_in_vain_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("forensics")
+    for limit in module.LIMITS.values():
+        assert module.verdict(limit * 0.99, limit, "layers.1.mlp (forward, mul)", "layers.1.mlp (") == 0
+        assert module.verdict(limit * 1.01, limit, "layers.1.mlp (forward, mul)", "layers.1.mlp (") == 1
+        assert capsys.readouterr().out.count("TOO SLOW") == 1
+        assert module.verdict(0.0, limit, "layers.0.mlp (forward, mul)", "layers.1.mlp (") == 1
+        assert capsys.readouterr().out.count("NOT FOUND") == 1
+        assert f" {limit:g} % " in row("forensics")
+
+
+def test_the_control_of_forensics_only_does_not_look(tmp_path: Path, shared_cache: Path) -> None:
+    """The same bits as the real step; and where that one stands still, the control walks on."""
+    import torch
+
+    module = script("forensics")
+    module.QUIET.update({"data.dataset_name": "text", "data.data_path": FEW_WORDS})  # ready sooner
+    options = argparse.Namespace(device="cpu", preset="tiny", layers=None, rounds=1, steps=1)
+    weights: list[torch.Tensor] = []
+    for name in ("real", "careless"):
+        with module.assembled(options, tmp_path / name) as parts:
+            first = next(iter(parts.stepper.model.parameters()))
+            with module.careless(parts) if name == "careless" else contextlib.nullcontext():
+                module.train(parts, 3)
+                weights.append(first.detach().clone())
+                with torch.no_grad():
+                    parts.stepper.parameters[0][0, 0] = float("nan")
+                parts.stepper.launch(3, next(parts.batches))
+            weights.append(first.detach().clone())
+    assert torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[2], weights[3])

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.engine import checkpoint
 from lockstep.errors import ConfigError, NonFiniteError
-from lockstep.health.finite import gradient_warnings
+from lockstep.health.finite import gradient_warnings, look
 from lockstep.models.build import build
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import resolve
@@ -276,7 +276,7 @@ def spoilt_gradient(group: Group) -> list[str]:
     model(tokens, tokens).backward()
     if group.rank == 1:
         local(model.tok_embed.weight.grad)[0] = float("nan")  # pyright: ignore[reportArgumentType]
-    return list(gradient_warnings(model.named_parameters(), scale=1e-3))
+    return list(gradient_warnings(look(model.named_parameters(), scale=1e-3)))
 
 
 def test_debug_mode_sees_the_gradients_of_all_ranks(ranks: Pool) -> None:

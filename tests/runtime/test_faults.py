@@ -313,7 +313,7 @@ def test_a_worker_that_is_not_meant_finishes() -> None:
 
 
 def test_every_kind_has_something_that_does_it() -> None:
-    in_the_loop = {"slow", "nan_loss", "inf_loss", "nan_act", "inf_act", "nan_input"}
+    in_the_loop = {"slow", "nan_loss", "inf_loss", "nan_act", "inf_act", "nan_input", "inf_input"}
     in_tensors = {kind for kind in KINDS if kind.endswith(("_grad", "_weight"))}
     assert set(KINDS) == set(STRIKES) | in_the_loop | in_tensors
 

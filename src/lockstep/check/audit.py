@@ -28,6 +28,7 @@ from lockstep.errors import ExitCode, LockstepError
 from lockstep.health.locate import called_by, eagerly, own_call, sequence_number, without_anomaly_warning
 from lockstep.health.prints import digests
 from lockstep.health.watch import (
+    FRESH,
     UNWRITTEN,
     Surroundings,
     current_node,
@@ -218,7 +219,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **named)
         name = str(func._schema.name).rpartition("::")[2]
         made = _floats((result, written_by(func, args, named)))
-        if made and not name.startswith(UNWRITTEN):
+        if made and not name.startswith((*FRESH, *UNWRITTEN)):
             device = made[0].device
             read = _digests([], device) if before is None else before
             self.seen.append(Computed(self._place(func, name), read, _digests(made, device)))

@@ -166,10 +166,10 @@ class Probe:
         self.facts: dict[str, Any] = {}
         self.tensors: Named = []
         self.bounds: dict[str, list[float | None]] = {}
-        if reason := self.obstacle():
-            self.facts["skipped"] = reason
-            return
-        with repeating_or_not():
+        with repeating_or_not():  # also while it is asked: what does not repeat is refused where bits must
+            if reason := self.obstacle():
+                self.facts["skipped"] = reason
+                return
             self.prepare()
             self.tensors = [(name, tensor.to("meta")) for name, tensor in self.compute().items()]
 

@@ -56,7 +56,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Work:
-    """A workload on one card. `tensors`: "gradients:NAME", "weights:NAME", "moments:exp_avg.NAME" as a step makes them."""
+    """A workload on one card. `tensors`: "gradients:NAME", "weights:NAME", "moments:exp_avg.NAME", as a step goes."""
 
     workload: str
     tensors: tuple[str, ...] = ()

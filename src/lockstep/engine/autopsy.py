@@ -74,6 +74,7 @@ def examine(parts: Parts, bad: BadStep) -> Finding:
     of_gradient = math.isfinite(reading.loss) and not math.isfinite(reading.grad_norm)
     own = math.isfinite(reading.own_loss) and (math.isfinite(reading.own_gradient) or not of_gradient)
     sharded = isinstance(stepper.exchange, Sharded)
+    lost: tuple[str, ...] = ()
     with scale_of(stepper, reading.loss_scale):
         again = run_again(stepper, bad)
         given = bool(again.weights or again.inputs)
@@ -81,31 +82,47 @@ def examine(parts: Parts, bad: BadStep) -> Finding:
         reproduced = not all(each["fine"] for each in said)
         place = given_place(again)
         if reproduced and not any(each["given"] for each in said) and (sharded or not again.fine):
-            place = find_place(stepper, bad, again)
+            place, lost = _searched(stepper, bad, again)
     found = group.gather(place is not None)
     ranks = _guilty(said, found, sharded=sharded, reproduced=reproduced)
-    rank = group.rank
-    if group.world == 1:  # of replicas each is a group of its own
-        rank, ranks = env.detect().rank, (env.detect().rank,)
-    kind = _kind(reading, again, place)
+    known = _known(parts, bad).replace(kind=_kind(reading, again, place), reproduced=reproduced, place=place)
+    found_here = known.replace(gradients=again.gradients, weights=again.weights, inputs=again.inputs)
+    notes = (*lost, *_notes(parts, bad, again, place, ids=known.row_ids))
+    return found_here.replace(notes=notes, **({} if group.world == 1 else {"ranks": ranks}))
+
+
+def without_looking(parts: Parts, bad: BadStep, why: str) -> Finding:
+    """What is known of a step that could not be run again: the report must not depend on it."""
+    return _known(parts, bad).replace(notes=(f"the step could not be run again: {why}",))
+
+
+def _known(parts: Parts, bad: BadStep) -> Finding:
+    """What needs no second look. Of replicas each is a group of its own."""
+    group, place, reading = parts.council.group, env.detect(), bad.reading
+    rank = group.rank if group.world > 1 else place.rank
     return Finding(
-        kind=kind,
+        kind=_read_kind(reading),
         step=bad.step,
         loss=reading.loss,
         grad_norm=reading.grad_norm,
         rank=rank,
-        gpu=env.detect().tag,
-        ranks=ranks,
-        reproduced=reproduced,
-        place=place,
-        gradients=again.gradients,
-        weights=again.weights,
-        inputs=again.inputs,
+        gpu=place.tag,
+        ranks=(rank,),
+        reproduced=True,
         row_ids=_or_nothing(lambda: row_ids(parts, bad.step)),
         texts=_or_nothing(lambda: texts(parts, bad.batches)),
         history=tuple(parts.history),
-        notes=_notes(parts, bad, again),
     )
+
+
+def _searched(stepper: Stepper, bad: BadStep, again: Again) -> tuple[Place | None, tuple[str, ...]]:
+    """Where it begins, or why that cannot be said. A model in shards is searched by all ranks or by none."""
+    try:
+        return find_place(stepper, bad, again), ()
+    except Exception as failure:
+        if isinstance(stepper.exchange, Sharded):
+            raise
+        return None, (f"the place could not be found: {type(failure).__name__}: {str(failure)[:120]}",)
 
 
 def run_again(stepper: Stepper, bad: BadStep) -> Again:
@@ -213,7 +230,7 @@ def _guilty(
 
 
 def _kind(reading: Reading, again: Again, place: Place | None) -> str:
-    if reading.overflow and not reading.fatal:
+    if _read_kind(reading) == "overflow":
         return "overflow"
     for name, tables in (("weight", again.weights), ("input", again.inputs)):
         if tables:
@@ -221,11 +238,26 @@ def _kind(reading: Reading, again: Again, place: Place | None) -> str:
     if place and place.phase in ("weights", "input") and place.tensors:
         name = "weight" if place.phase == "weights" else "input"
         return f"nan_{name}" if place.tensors[0].nans else f"inf_{name}"
+    return _read_kind(reading)
+
+
+def _read_kind(reading: Reading) -> str:
+    """What the numbers of the step say by themselves."""
+    if reading.overflow and not reading.fatal:
+        return "overflow"
+    if math.isfinite(reading.loss) and math.isfinite(reading.grad_norm):  # only the look at the weights was bad
+        return "nan_weight"
     return kind_of(reading.loss, reading.grad_norm)
 
 
-def _notes(parts: Parts, bad: BadStep, again: Again) -> tuple[str, ...]:
+def _notes(
+    parts: Parts, bad: BadStep, again: Again, place: Place | None, *, ids: Sequence[int] = ()
+) -> tuple[str, ...]:
     notes: list[str] = []
+    if place and place.phase in ("forward", "backward") and place.batch >= 0 and len(bad.batches) > 1:
+        begin = sum(batch.rows for batch in bad.batches[: place.batch])
+        own = ", ".join(map(str, ids[begin : begin + bad.batches[place.batch].rows]))
+        notes.append(f"micro-batch {place.batch} of {len(bad.batches)}{f': rows {own}' if own else ''}")
     if not again.gradients and math.isfinite(again.loss) and not math.isfinite(again.norm):
         notes.append("every gradient is finite, their norm is not: it is too large for fp32")
     changed = _or_nothing(lambda: () if _same(collated(parts, bad.step), bad.batches) else (CHANGED,))

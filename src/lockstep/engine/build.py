@@ -41,6 +41,7 @@ from lockstep.engine.prepare import Prepared, check_same, prepare
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
 from lockstep.errors import ConfigError
+from lockstep.health.finite import GradientWatch
 from lockstep.models import shapes
 from lockstep.models.build import Built
 from lockstep.models.build import build as build_model
@@ -252,7 +253,7 @@ def make_stepper(
         seed=config.system.seed,
         faults=planned_faults,
     )
-    stepper.debug = config.debug.enabled
+    stepper.watch = GradientWatch(config.report.log_interval) if config.debug.enabled else None
     exchange: Exchange = sharded or Alone(stepper.parameters)
     if group.world > 1 and not sharded:
         trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]

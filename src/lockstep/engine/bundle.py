@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep import rundir
 from lockstep.contracts import Batch
+from lockstep.engine.adapters import BASE
 from lockstep.engine.autopsy import BadStep
 from lockstep.engine.checkpoint import MODEL
 from lockstep.engine.parts import Parts
@@ -29,6 +30,11 @@ from lockstep.runtime.parallel import is_sharded, local
 
 ABOUT, BATCH = "bundle.json", "batch.safetensors"
 FORMAT = 1
+NEEDED: dict[str, type | tuple[type, ...]] = {  # by a replay, beside what `read` takes apart
+    "family": str, "config": dict, "shape": dict, "threads": (int, type(None)), "device": str, "seed": int,
+    "worker": int, "first_place": int, "denominators": dict, "loss_scale": (int, float), "fault": str,
+    "checkpoint": str, "weights_digest": str, "histories": (dict, type(None)), "has_weights": bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ def _describe(parts: Parts, bad: BadStep, finding: Finding) -> dict[str, Any]:
         "loss_scale": bad.reading.loss_scale,
         "fault": env.get(faults.VARIABLE),
         "checkpoint": str(parts.checkpointer.folder.absolute() / f"step_{parts.progress.step:08d}"),
-        "weights_digest": digest_model(own),
+        "weights_digest": "" if any(map(is_sharded, stepper.model.parameters())) else digest_model(own),
+        **{key: parts.about[key] for key in (BASE,) if key in parts.about},  # of frozen weights, which are not kept
         "optimizer_digest": digest_model(moments),
         "batches": [{"weights": dict(each.weights), "rows": each.rows, "tokens": each.tokens} for each in bad.batches],
         "finding": finding.as_json(),
@@ -146,6 +153,11 @@ def read(folder: Path) -> Bundle:
             for place, each in enumerate(about["batches"])
         )
         finding = from_json(about["finding"])
+        for key, kind in NEEDED.items():
+            if not isinstance(about[key], kind):
+                raise DataError(f"not a bundle: {key} is {about[key]!r}"[:200], where=str(folder))
+        if not batches:
+            raise DataError("a bundle without rows", where=str(folder))
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"not a bundle: {error!r}"[:200], where=str(folder)) from None
     weights = folder if about["has_weights"] else Path(about["checkpoint"])

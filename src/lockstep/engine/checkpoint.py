@@ -92,7 +92,7 @@ class Checkpointer:
                     self._beat()
                 self._write_rest(folder, state)
         except (OSError, SafetensorError) as error:
-            raise _saving_failed(error, final) from error
+            raise _saving_failed(error, final, state) from error
         self._forget()
 
     def _save_pieces(self, final: Path, state: State) -> None:
@@ -128,7 +128,7 @@ class Checkpointer:
                 self._beat()
                 said["files"][path.name] = rundir.entry(path, self._beat)
         except (OSError, SafetensorError) as error:
-            failed = _saving_failed(error, final)
+            failed = _saving_failed(error, final, state)
             return {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
         return said
 
@@ -257,6 +257,7 @@ def _raise_first(said: list[dict[str, Any]], own_rank: int, kind: type[LockstepE
             raise error
 
 
-def _saving_failed(error: Exception, final: Path) -> LockstepError:
+def _saving_failed(error: Exception, final: Path, state: State | None = None) -> LockstepError:
     known = error if isinstance(error, OSError) else OSError(str(error))
-    return rundir.io_error(known, final, doing="saving a checkpoint")
+    need = sum(tensor.nbytes for part in (state.model, state.optimizer) for tensor in part.values()) if state else 0
+    return rundir.io_error(known, final, doing="saving a checkpoint", need_bytes=need)

@@ -8,18 +8,17 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from lockstep import rundir
-from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
-from lockstep.engine import loop, replicas
+from lockstep.engine import loop, replicas, shortage
+from lockstep.engine.build import Plan
 from lockstep.engine.parts import Parts
 from lockstep.engine.present import resume_command
 from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped
+from lockstep.launch import failure
 from lockstep.launch.link import Link
 from lockstep.rundir import RunDir
-from lockstep.runtime import env, hardware
+from lockstep.runtime import env
 from lockstep.runtime.group import is_lost_peer
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ TRACE_LINES = 20
 KINDS: dict[type[BaseException], str] = {NonFiniteError: "nonfinite", MemoryShortageError: "memory"}
 
 
-def explain(error: BaseException, config: RunConfig, device: torch.device) -> BaseException:
+def explain(error: BaseException, planned: Plan, *, run: RunDir, place: env.Env) -> BaseException:
     """Out of memory, or a lost peer, as a user should read it; everything else as it is."""
     if isinstance(error, SystemExit) and not error.code:  # nobody may take this for a finished run
         return LockstepError("left training with exit code 0")
@@ -37,26 +36,16 @@ def explain(error: BaseException, config: RunConfig, device: torch.device) -> Ba
         lost = LockstepError(f"lost contact with another worker ({said})")
         lost.secondary = True
         return lost
-    on_host = isinstance(error, RuntimeError) and "allocate memory" in str(error)  # how torch says it on the CPU
-    if not on_host and not isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if not shortage.is_shortage(error):
         return error
-    options = config.training
-    total = hardware.total_memory_bytes(device)
-    has = f" of {total / 2**30:.1f} GiB" if total else ""
-    said = str(error).splitlines()[0][:200] if str(error) else "no more memory"
-    return MemoryShortageError(
-        f"out of memory: peak {hardware.peak_memory_bytes(device) / 2**30:.1f} GiB{has} with batch_size "
-        f"{options.batch_size} x context_length {options.context_length} ({said}{hardware.limit_text(device)})",
-        where=hardware.device_name(device),
-        hint="--training.batch-size 1 with more grad_accum_nums, --gradient-checkpointing, or a shorter context_length",
-    )
+    return shortage.explain(error, shortage.work_of(planned, place), run=run, workers=place.local_world)
 
 
 def point_to_resuming(error: BaseException, run: RunDir) -> None:
-    """How to go on, where what was done is saved: after a stop, and when only rows were missing."""
+    """How to go on, where what was done is saved: after a stop, and when only rows or room on a disk were missing."""
     if isinstance(error, Stopped):
         error.where, error.hint = str(run.root), resume_command(run)
-    elif isinstance(error, LockstepError) and error.between_steps:
+    elif isinstance(error, LockstepError) and (error.between_steps or (_is_io(error) and failure.has_saved(run.root))):
         error.hint = f"{error.hint}, then {resume_command(run)}" if error.hint else resume_command(run)
 
 
@@ -73,6 +62,7 @@ def end_badly(
         )  # the one that failed, not the last that is done
         with contextlib.suppress(OSError):
             if alone and sinks:
+                record["next"] = record["next"] or failure.next_command(run.root)
                 rundir.write_json(run.failure, record)
             link.fail(record)
     else:
@@ -88,10 +78,20 @@ def end_badly(
     elif parts and parts.config.system.mode == "replicas" and not record["secondary"]:
         _attempt("comparing the replicas", _tell_differences, run, record["exit_code"])
     together = alone or isinstance(error, NonFiniteError)  # what strikes every worker at once: all are here to save
-    if getattr(error, "kept", False):
+    if getattr(error, "kept", False) or _is_io(error):  # what could not be written now will not be in a moment
         return
     if parts and together and not stopped and not parts.stepper.updating and isinstance(error, Exception):
-        _attempt("the last save", loop.save, parts, "error")
+        saved = _attempt("the last save", loop.save, parts, "error")
+        if saved and alone:  # there is something to go on from now
+            if isinstance(error, MemoryShortageError):
+                error.hint = record["next"] = shortage.as_command(error.remedy, run)
+            elif not isinstance(error, LockstepError):
+                record["next"] = failure.next_command(run.root)
+            _attempt("the record", rundir.write_json, run.failure, record)
+
+
+def _is_io(error: BaseException) -> bool:
+    return isinstance(error, LockstepError) and error.exit_code == ExitCode.IO
 
 
 def _tell_differences(run: RunDir, exit_code: int) -> None:
@@ -103,7 +103,8 @@ def _tell_differences(run: RunDir, exit_code: int) -> None:
 def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[str, Any]:
     """A failure as failure.json and the launcher have it."""
     code = int(error.exit_code) if isinstance(error, LockstepError) else int(ExitCode.FAILED)
-    trace = "".join(traceback.format_exception(error)).splitlines()[-TRACE_LINES:]
+    shown = error.__cause__ if isinstance(error, MemoryShortageError) and error.__cause__ else error
+    trace = "".join(traceback.format_exception(shown)).splitlines()[-TRACE_LINES:]
     explained = isinstance(error, LockstepError)
     cause = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, SystemExit):
@@ -123,6 +124,7 @@ def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[
         "trace": [] if isinstance(error, Stopped) else [env.redact(line) for line in trace],
         "secondary": getattr(error, "secondary", False) or getattr(error, "elsewhere", False),
         "next": error.hint if isinstance(error, LockstepError) else "",
+        **(error.figures if isinstance(error, MemoryShortageError) else {}),
         **(_found(error.finding) if isinstance(error, NonFiniteError) and error.finding else {}),
     }
 
@@ -140,8 +142,10 @@ def _found(finding: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _attempt(what: str, action: Callable[..., object], *arguments: object) -> None:
+def _attempt(what: str, action: Callable[..., object], *arguments: object) -> bool:
     try:
         action(*arguments)
-    except Exception as failure:
-        logger.error("%s failed too: %s", what, failure)
+    except Exception as another:
+        logger.error("%s failed too: %s", what, another)
+        return False
+    return True

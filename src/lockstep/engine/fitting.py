@@ -41,7 +41,7 @@ class Change:
 
 def check_memory(config: RunConfig, shape: Shape, device: torch.device, *, shards: int = 1) -> None:
     """Refuse what cannot fit before anything is allocated: on the CPU the kernel would end the run without a word."""
-    compiled = _compiles(config, device)
+    compiled = compiles(config, device)
     need = memory_estimate(config, shape, compiled=compiled, shards=shards)
     free = hardware.free_memory_bytes(device)
     if env.detect().rank == 0 and need.total > WORTH_A_WORD * free:
@@ -87,7 +87,7 @@ def alternatives(config: RunConfig, shape: Shape, device: torch.device, *, free:
             trial = config
             for each in changes:
                 trial = each.applied(trial)
-            need = memory_estimate(trial, shape, compiled=_compiles(trial, device), shards=way.shards)
+            need = memory_estimate(trial, shape, compiled=compiles(trial, device), shards=way.shards)
             if changes and need.total <= ROOM * free:
                 found.append(f"{' '.join(each.flags for each in changes)} ({need.total / GIB:.1f} GiB)")
                 enough = enough if way.changes else helps
@@ -131,6 +131,7 @@ def _savings(config: RunConfig) -> list[list[Change]]:
     return [[], *([each] for each in able), *([able] if len(able) > 1 else [])]
 
 
-def _compiles(config: RunConfig, device: torch.device) -> bool:
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks would be compiled there."""
     asked = config.model.compile
     return asked == "on" or (asked == "auto" and device.type == "cuda" and not config.debug.enabled)

@@ -29,20 +29,21 @@ def judge(
     if reading.fatal:
         known = {"loss": record.loss, "gradient norm": record.grad_norm, "a weight": reading.weights}
         name, value = next((name, value) for name, value in known.items() if not math.isfinite(value))
-        what = f"{name} is {value}{{whose}}; the weights before this step are kept"
-        hint = "lower training.learning_rate or model.init_std, or use --precision fp32"
+        what = f"{name} is {value}{{whose}}; {{first}}the weights before this step are kept"
+        wider = "" if parts.config.training.precision == "fp32" else ", or use --precision fp32"
+        hint = f"lower training.learning_rate or model.init_std{wider}"
     elif parts.progress.overflow_run >= MAX_OVERFLOWS_IN_A_ROW or record.loss_scale < 1:
-        what = (
-            f"fp16 overflowed {parts.progress.overflow_run} times in a row (loss scale {record.loss_scale:g}){{whose}}"
-        )
+        count = f"{parts.progress.overflow_run} times in a row"
+        what = f"fp16 overflowed {count} (loss scale {record.loss_scale:g}){{whose}}; {{first}}no weight was changed"
         hint = "--precision bf16 or fp32"
     else:
         return
     bad = BadStep(record, reading, batches, weights)
     finding = _look(parts, bad)
-    error = NonFiniteError(what.format(whose=_whose(parts, finding, reading)), where=f"step {record.step}", hint=hint)
+    error = NonFiniteError(what, where=f"step {record.step}", hint=hint)
     if finding:
         _tell(parts, bad, finding, error)
+    error.what = what.format(whose=_whose(parts, finding, reading), first=_first(error))
     raise error
 
 
@@ -65,8 +66,9 @@ def _look(parts: Parts, bad: BadStep) -> Finding | None:
     except Exception as failure:
         if is_lost_peer(failure):
             raise
-        logger.error("Looking for the place failed: %s: %s", type(failure).__name__, str(failure)[:200])
-        return None
+        said = f"{type(failure).__name__}: {str(failure)[:200]}"
+        logger.error("Looking for the place failed: %s", said)
+        return autopsy.without_looking(parts, bad, said) if parts.council.alone else None
 
 
 def _whose(parts: Parts, finding: Finding | None, reading: Reading) -> str:
@@ -76,6 +78,14 @@ def _whose(parts: Parts, finding: Finding | None, reading: Reading) -> str:
     if finding is None:
         return " on this rank" if not math.isfinite(reading.own_loss) else ""
     return f" on rank {', '.join(map(str, finding.ranks))}" if finding.ranks else ""
+
+
+def _first(error: NonFiniteError) -> str:
+    """Where it began, if that was found out."""
+    finding = from_json(error.finding) if error.finding else None
+    if finding and finding.place:
+        return f"first in {finding.place.brief()}; "
+    return f"{words.SUSPECT}; " if finding and not finding.reproduced else ""
 
 
 def _tell(parts: Parts, bad: BadStep, finding: Finding, error: NonFiniteError) -> None:
@@ -88,11 +98,9 @@ def _tell(parts: Parts, bad: BadStep, finding: Finding, error: NonFiniteError) -
         for line in words.report(finding if finding.guilty else first):
             logger.error("%s", line)
     error.finding, error.elsewhere = first.as_json(), bool(finding.ranks) and not finding.guilty
-    if first.place:
-        error.what += f"; first in {first.place.brief()}"
-    elif not first.reproduced:
-        error.what += f"; {words.SUSPECT}"
     parts.link.enter("backward" if first.place and first.place.phase == "backward" else "forward", finding.step)
+    if not first.reproduced:
+        error.hint = "lockstep resume goes on from the step before; if it happens again here, the device is to blame"
     if path := first.files.get("bundle"):
         error.hint = f"lockstep replay {shlex.quote(path)}; {error.hint}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def validate(parts: Parts) -> None:
     step = parts.progress.step
     parts.tell("eval", step=step, **{f"val_{name}": value for name, value in parts.measures.items()})
     suspect = getattr(parts.stepper.objective, "suspicion", None)
-    if suspect and (text := suspect(parts.measures)):
+    text = suspect(parts.measures) if suspect else ""
+    if not math.isfinite(parts.val_loss):
+        text = f"Validation loss is {parts.val_loss} at step {step}: nothing was trained on it, the run goes on"
+    if text:
         parts.tell("suspicion", step=step, text=text)
         if parts.council.group.rank == 0 and parts.saves:
             logger.warning("%s", text)

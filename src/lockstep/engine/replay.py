@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from lockstep import rundir
 from lockstep.config.load import from_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, StepRecord
@@ -30,6 +32,7 @@ from lockstep.engine.state import trained
 from lockstep.engine.step import Reading, Stepper
 from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
 from lockstep.health.finding import Finding, Place
+from lockstep.health.fingerprint import digest_model
 from lockstep.health.words import SUSPECT
 from lockstep.models import shapes
 from lockstep.models.agent_shapes import AgentShape
@@ -41,6 +44,16 @@ from lockstep.worlds.observed import Histories
 MOST_ROWS = 64  # that are left out one by one
 LARGE_WEIGHT, MOST_FLIPS = 1e6, 8
 EXPLODING = 10.0  # times the usual gradient norm
+
+
+NEXT = {  # by the first word of the verdict
+    "data": "look at what the row says (bundle.json has its text), then leave it out or mend it",
+    "overflow": "--precision fp32, or bf16 instead of fp16, for the whole run",
+    "learning rate": "a lower training.learning_rate or more training.warmup_steps, from an earlier checkpoint",
+    "kernel": "the run with the flag that helps: model.attention_backend=native_math or model.compile=off",
+    "hardware-suspect": "go on with lockstep resume; if it happens again on this device, do without it",
+    "model": "the line above; a lower model.init_std or training.learning_rate often helps",
+}
 
 
 @dataclass(frozen=True)
@@ -87,22 +100,28 @@ class Replayed:
         return ExitCode.DONE if self.reproduced else ExitCode.FAILED
 
     def lines(self, finding: Finding) -> list[str]:
-        was = finding.place.text() if finding.place else "nowhere: the run itself could not repeat it"
+        was = f"first in {finding.place.text()}" if finding.place else "the run could not say where"
         others = [each for each in self.outcomes if each.change.drop < 0 or each.fine]
         kept = [each for each in self.outcomes if each.change.drop >= 0 and not each.fine]
         rest = [f"--drop-sample, {len(kept)} tried: not finite"] if kept else []
         return [
-            f"Step {finding.step} of rank {finding.rank}: {finding.kind}, first in {was}",
+            f"Step {finding.step} of rank {finding.rank}: {finding.kind}, {was}",
             *(outcome.text() for outcome in others),
             *rest,
             f"{'Reproduced' if self.reproduced else 'Not reproduced'}",
             f"Verdict: {self.verdict}",
+            f"Next: {NEXT[self.verdict.partition(':')[0]]}",
         ]
 
 
 def replay(folder: Path, asked: Sequence[Change] = (), *, device: str = "auto") -> tuple[Replayed, Finding]:
     """Run the step of a bundle again; `asked`: only these changes, else all that could tell something."""
     read = bundle.read(folder)
+    if read.weights != folder:
+        if not read.weights.is_dir():
+            what = "the bundle has no weights, and the checkpoint it names is gone"
+            raise NotFoundError(what, where=str(read.weights), hint="debug.bundle=full keeps them in the bundle")
+        rundir.verify(read.weights)
     place = pick_device(device, 0)
     config = from_dict(read.about["config"])
     with mode(place, deterministic=config.system.deterministic, threads=read.about["threads"] or 0):
@@ -125,9 +144,11 @@ def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Chang
     )
     precision.resolve(config.training.precision, device)  # honoured or refused
     batches, objective = _given(read, config)
+    if missing := objective.terms.keys() - read.about["denominators"].keys():
+        raise DataError(f"it does not say what {', '.join(sorted(missing))} is a mean over", where=str(read.folder))
     if change.drop >= 0:
         batches = without_row(batches, change.drop)
-    stepper, attention, compiled = _stepper(read, config, device, objective)
+    stepper, attention, compiled = _stepper(read, config, device, objective, changed=change is not AS_IT_WAS)
     bad = BadStep(_record(read), _reading(read), batches, read.about["denominators"], read.about["first_place"])
     if stepper.precision.scaler:
         stepper.precision.scaler.scale.fill_(read.about["loss_scale"])
@@ -137,10 +158,10 @@ def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Chang
 
 
 def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change: Change) -> dict[str, Any]:
-    """Weights come from the bundle; a kernel of another kind of device is chosen anew."""
+    """Weights come from the bundle; kernels of another kind of device are chosen anew, and a laptop has no compiler."""
     changes: dict[str, Any] = {} if adapters.has_additions(config) else {"init": "random"}
     if read.about["device"] != device.type:
-        changes["attention_backend"] = "auto"
+        changes |= {"attention_backend": "auto", "compile": "auto"}
     return {**changes, **change.model}
 
 
@@ -161,25 +182,43 @@ def _given(read: Bundle, config: RunConfig) -> tuple[tuple[Batch, ...], Objectiv
     return batches, objective.with_histories(known, length=length, terms=terms)
 
 
-def _stepper(read: Bundle, config: RunConfig, device: torch.device, objective: Objective) -> tuple[Stepper, str, bool]:
+def _stepper(
+    read: Bundle, config: RunConfig, device: torch.device, objective: Objective, *, changed: bool
+) -> tuple[Stepper, str, bool]:
     """The model with the weights before the step, and the faults that struck it, but for those that strike once."""
     found = faults.plan(read.about["fault"], rank=read.about["worker"]).faults
     planned = faults.Plan(tuple(fault for fault in found if not fault.once and "weight" not in fault.kind))
     shape = shapes.from_hf(read.about["shape"])
     built = make_model(Plan(config, device, shape, objective, ""), hooks=planned.needs_hooks)
     planned.attach(built.model)
-    if not read.weights.is_dir():
-        what = "the bundle has no weights, and the checkpoint it names is gone"
-        raise NotFoundError(what, where=str(read.weights), hint="debug.bundle=full keeps them in the bundle")
-    weights = Stored(read.weights, MODEL)
-    with torch.no_grad():
-        for name, parameter in trained(built.model).items():
-            if name not in weights:
-                raise DataError(f"no weights for {name}", where=str(read.weights))
-            parameter.copy_(weights[name])
+    _fill(read, built.model)
+    if not changed:
+        _check_weights(read, config, built.model)
     named = precision.Precision(config.training.precision, device)
     stepper = Stepper(built.model, objective, config.training, precision=named, seed=read.about["seed"], faults=planned)
     return stepper, built.attention, built.compiled
+
+
+def _fill(read: Bundle, model: nn.Module) -> None:
+    """The weights before the step."""
+    where = str(read.weights)
+    weights, parameters = Stored(read.weights, MODEL), trained(model)
+    for name, parameter in parameters.items():
+        if name not in weights or weights.shape(name) != tuple(parameter.shape):
+            found = weights.shape(name) if name in weights else "nothing"
+            raise DataError(f"{name} is {tuple(parameter.shape)} in the model, {found} here", where=where)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def _check_weights(read: Bundle, config: RunConfig, model: nn.Module) -> None:
+    """They are those of the step, and no others: the frozen ones and the trained ones."""
+    frozen, path = adapters.about_base(model), config.model.model_path
+    adapters.check_base(read.about, frozen, checkpoint=read.folder, model_path=path)
+    known = read.about["weights_digest"]  # "": of a model in shards each rank has seen its part only
+    if known and known != digest_model(trained(model).items()):
+        raise DataError("not the weights before the step: something else was saved there", where=str(read.weights))
 
 
 def _record(read: Bundle) -> StepRecord:

@@ -78,10 +78,9 @@ class Stamps:
 
 def start(config: RunConfig, stepper: Stepper, folder: Path, *, begin: int) -> Stamps | None:
     """Let the stepper take fingerprints, if the configuration wants any; they are written into the worker's folder."""
-    asked, replicas = config.debug.fingerprint_interval, config.system.mode == "replicas"
-    interval = asked if asked != "auto" else int(replicas)
-    if not interval and not replicas:
+    if config.system.mode != "replicas":
         return None
+    interval = config.debug.digest_interval or 1
     live, parameters = stepper.optimizer.moments(), trained(stepper.model)
     moments = {f"{kind}.{name}": held for name, each in parameters.items() for kind, held in live[id(each)].items()}
     stepper.prints = Prints(parameters, moments, interval=interval)

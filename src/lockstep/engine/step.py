@@ -15,7 +15,7 @@ from lockstep.engine.compact import make_optimizer
 from lockstep.engine.council import Council
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.schedule import learning_rates
-from lockstep.health.finite import gradient_warnings
+from lockstep.health.finite import GradientWatch
 from lockstep.health.prints import Prints
 from lockstep.runtime import faults
 from lockstep.runtime.determinism import reseed
@@ -116,7 +116,7 @@ class Stepper:
         self.last_rate = torch.tensor(float(options.max_steps - 1), device=self.device)
         self.halted = torch.zeros((), device=self.device)
         self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-        self.debug = False  # look at every gradient, at the price of a sync
+        self.watch: GradientWatch | None = None  # in debug mode: every gradient, at the price of a sync
         self.updating = False  # True from the update until the step counts: the state is then of no step
         self.parameters = self.optimizer.parameters
         self.exchange: Exchange = Alone(self.parameters)
@@ -148,9 +148,9 @@ class Stepper:
         computed = mark(self.device)
         self.weights = self.look_at_weights(step, loss)
         loss = self.sum_up(loss)
-        if self.debug:
+        if self.watch:
             scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
-            for line in gradient_warnings(self.model.named_parameters(), scale=scale):
+            for line in self.watch.lines(step, self.model.named_parameters(), scale=scale):
                 logger.warning("%s", line)
         pending = Pending(self.update(step, loss), began, computed, watched=self.watched)
         self.updating = False
@@ -248,7 +248,8 @@ class Stepper:
         own_gradient = self.exchange.own(norm)
         if scaler:
             norm = norm / scale
-        bad = (~torch.isfinite(loss + norm + self.weights)).float()
+        looked_at = loss + norm + self.weights
+        bad = torch.nan_to_num(looked_at - looked_at, nan=1.0).float()  # 0 if finite, else 1: two small operations
         overflow = bad * torch.isfinite(loss + self.weights) if scaler else self.zero
         fatal = bad - overflow if scaler else bad
         self.halted = torch.maximum(self.halted, fatal)

@@ -33,6 +33,7 @@ from lockstep.engine import (
     results,
     resume,
     settle,
+    shortage,
     usage,
 )
 from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
@@ -100,6 +101,7 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
             planned = plan(loaded, device)
             fitting.check_memory(planned.config, planned.shape, device, shards=present.shards(system.mode, place))
+            link.tell_remedy(shortage.foreseen(shortage.work_of(planned, place)))
             run, point = choose_run(group, planned, loaded, closing)
             if point:
                 handover.hand_over(point.checkpoint, group, place)
@@ -198,7 +200,7 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
             finish(run, assembled, around, sampler, seconds=time.perf_counter() - started)
         except BaseException as error:
             stop.patient = True  # what is left to do is quick, or worth waiting for
-            explained = endings.explain(error, config, planned.device)
+            explained = endings.explain(error, planned, run=run, place=around.place)
             if stop and is_lost_peer(error) and not isinstance(error, LockstepError):
                 explained = stop.error()  # the others were asked too, and have left
             if parts and parts.progress.step:

@@ -50,7 +50,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = list(sums.unbind())
     for (count, size), places in alike.items():
         if count:
-            flat = (tensors[place].detach().reshape(-1) for place in places)
+            flat = (tensors[place].detach().reshape(-1).contiguous() for place in places)
             add([each.view(INTEGERS[size]) for each in flat], [rows[place] for place in places])
     return sums
 

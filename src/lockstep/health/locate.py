@@ -62,14 +62,13 @@ class Subject:
 def locate(subject: Subject) -> Place | None:
     """Where it begins; None if the step is fine this time. Every rank of a model in shards must call it."""
     guilty = guilty_block(subject)
-    place: Place | None = None
     try:
-        place = _by_operation(subject, guilty, operations=subject.operations)
-    except Exception as error:  # some kernels cannot be watched from inside (flex), and there may be too little memory
-        if subject.sharded:
+        place = _eager_place(subject, guilty)
+    except Exception as error:  # without the compiler there may be too little memory
+        if subject.sharded or guilty is None:
             raise
-        logger.debug("Operations cannot be watched: %s", error)
-        place = _by_operation(subject, guilty, operations=False)
+        logger.debug("Inside %s nothing can be seen: %s", guilty.block, error)
+        return guilty
     if guilty is None:
         return place
     if place is None:  # compiled it happens, eagerly it does not
@@ -83,7 +82,7 @@ def locate(subject: Subject) -> Place | None:
 def guilty_block(subject: Subject) -> Place | None:
     """The first block in forward order, else in backward order, that makes bad numbers of good ones."""
     seen: list[Seen] = []
-    around = Surroundings()
+    around = Surroundings(subject.model)
     with contextlib.ExitStack() as closing:
         closing.enter_context(_counting(subject.model, around))
         for name, block in subject.blocks.items():
@@ -147,9 +146,20 @@ def _has(names: Sequence[str], block: str) -> bool:
 # ------------------------------------------------------------------------------------------- operation by operation
 
 
+def _eager_place(subject: Subject, guilty: Place | None) -> Place | None:
+    """By operation; by module alone where a kernel cannot be watched from inside (flex)."""
+    try:
+        return _by_operation(subject, guilty, operations=subject.operations)
+    except Exception as error:
+        if subject.sharded:
+            raise
+        logger.debug("Operations cannot be watched: %s", error)
+        return _by_operation(subject, guilty, operations=False)
+
+
 def _by_operation(subject: Subject, guilty: Place | None, *, operations: bool) -> Place | None:
     """Eagerly: the operation and the innermost module. Only the guilty block, where the forward pass is to blame."""
-    around = Surroundings()
+    around = Surroundings(subject.model)
     watch = OperationWatch(around, subject.beat)
     modules = _ModuleWatch(around)
     blocks = subject.blocks
@@ -213,7 +223,7 @@ def _conclusion(subject: Subject, loss: torch.Tensor, watch: OperationWatch, mod
         place = _place(first)
         owner = next(name for name, tensor in bad if watch.origin_of(tensor) is first)
         if place and (place.phase == LOSS or not place.module):  # written after the backward pass
-            return replace(place, phase="backward", module=owner.rpartition(".")[0])
+            return replace(place, phase="backward", module=owner.rpartition(".")[0], batch=-1)
         return place
     if subject.sharded:  # between a gradient and its sum over all ranks the trail is lost
         met = modules.first.module if modules.first else ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from lockstep.config.section import Section, setting
 
@@ -15,13 +13,12 @@ class DebugOptions(Section, frozen=True):
     enabled: bool = setting(False, "Read every step at once and check every gradient.", role="cosmetic")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting("INFO", "What is worth a line.", role="cosmetic")
     digest_interval: int = setting(
-        0, "Steps between fingerprints of all parameters in events.jsonl; 0: none.", role="cosmetic", ge=0, le=1 << 40
-    )
-    fingerprint_interval: Annotated[int, Field(ge=0, le=1 << 40)] | Literal["auto"] = setting(
-        "auto",
-        "Steps between fingerprints of every gradient, weight and moment in workers/*/fingerprint.jsonl; 0: none. "
-        "auto: 1 in mode replicas, else 0.",
+        0,
+        "Steps between fingerprints of all parameters in events.jsonl; 0: none. In mode replicas also of every gradient "
+        "and moment, in workers/*/fingerprint.jsonl, and 0 is every step.",
         role="cosmetic",
+        ge=0,
+        le=1 << 40,
     )
     agree_interval: int = setting(
         50,

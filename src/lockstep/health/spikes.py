@@ -32,10 +32,11 @@ class Series:
         if not math.isfinite(value) or (self.logarithmic and value <= 0):
             return ""
         place = math.log(value) if self.logarithmic else value
-        score, usual = self._score(place)
-        self.seen.append(place)
+        usual = statistics.median(self.seen) if len(self.seen) >= LEAST else place
         high = usual + math.log(LEAST_TIMES[self.name]) if self.logarithmic else usual * LEAST_TIMES[self.name]
-        if score <= FAR or place < high:
+        score = self._score(place, usual) if place >= high else 0.0  # most steps need no second look
+        self.seen.append(place)
+        if score <= FAR:
             return ""
         self.count += 1
         if self.told is not None and step - self.told < QUIET_STEPS:
@@ -45,14 +46,13 @@ class Series:
         times = f", {self.count} so far" if self.count > 1 else ""
         return f"{self.name} spike at step {step}: {value:.4f}, usually {shown:.4f} (z = {score:.1f}{times})"
 
-    def _score(self, place: float) -> tuple[float, float]:
+    def _score(self, place: float, usual: float) -> float:
         """How far above the usual, in robust standard deviations."""
         if len(self.seen) < LEAST:
-            return 0.0, place
-        usual = statistics.median(self.seen)
+            return 0.0
         spread = SIGMA * statistics.median(abs(each - usual) for each in self.seen)
         least = NARROWEST if self.logarithmic else NARROWEST * abs(usual)
-        return (place - usual) / max(spread, least, 1e-12), usual
+        return (place - usual) / max(spread, least, 1e-12)
 
 
 @dataclass

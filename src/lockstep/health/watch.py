@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,8 @@ from lockstep.runtime.parallel import local
 TORCH = str(Path(str(torch.__file__)).parent)
 PACKAGE = Path(__file__).parents[1]
 NOT_MEANT = tuple(str(PACKAGE / part) for part in ("health", "engine/autopsy", "engine/replay", "check"))  # who looks
-UNWRITTEN = ("empty", "new_empty", "resize", "set_", "record_stream", "_local_scalar_dense")  # memory as it was found
+FRESH = ("empty", "new_empty")  # memory as it was found
+UNWRITTEN = ("resize", "set_", "record_stream", "_local_scalar_dense")
 FILLING = ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "masked_fill")
 FORBIDDING = (
     "full",
@@ -61,7 +63,8 @@ class Origin:
 class Surroundings:
     """In which module and micro-batch the pass is; filled by who runs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.owners = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
         self.stack: list[str] = []
         self.spans: list[tuple[int, int, str]] = []  # autograd's numbers at a module's begin and end
         self.batch = -1
@@ -73,6 +76,10 @@ class Surroundings:
         """The innermost module whose forward pass made a node of autograd."""
         inside = [(end - begin, name) for begin, end, name in self.spans if begin <= number < end]
         return min(inside)[1] if inside else ""
+
+    def owner(self, node: Any) -> str:
+        """The module of the weight whose gradients a node of autograd sums up."""
+        return self.owners.get(id(getattr(node, "variable", None)), "")
 
 
 class OperationWatch(TorchDispatchMode):
@@ -107,31 +114,38 @@ class OperationWatch(TorchDispatchMode):
     ) -> Any:
         del types
         named = dict(kwargs or {})
+        name = str(func._schema.name).rpartition("::")[2]
+        inputs, written = _inputs(func, name, args, named), tensors_in(written_by(func, args, named))
+        changing = {_storage(tensor) for tensor in written}
+        before = self._origins(tensor for tensor in inputs if _storage(tensor) in changing)  # while it is as it was
         result = func(*args, **named)
         self.count += 1
         if self.count % 64 == 0:
             self.beat()
-        name = str(func._schema.name).rpartition("::")[2]
-        if not name.startswith(UNWRITTEN):
-            inputs = _inputs(func, name, args, named)
-            self._look(func, name, inputs=inputs, outputs=tensors_in((result, written_by(func, args, named))))
+        if name.startswith(FRESH):
+            self._around.pop(_storage(result), None)
+        elif not name.startswith(UNWRITTEN):
+            kept = [tensor for tensor in inputs if _storage(tensor) not in changing]
+            self._look(func, name, before, inputs=kept, outputs=[*tensors_in(result), *written])
         return result
 
-    def _look(self, func: Any, name: str, *, inputs: Tensors, outputs: Tensors) -> None:
-        held = {_storage(tensor) for tensor in inputs}
+    def _look(self, func: Any, name: str, before: list[Origin], *, inputs: Tensors, outputs: Tensors) -> None:
         for output in outputs:
             what = flaws(output)
             if any(what):
-                self._keep(output, self._inherited(inputs, what) or self._made(func, name, inputs, output, what))
+                inherited = self._inherited([*before, *self._origins(inputs)], what)
+                self._keep(output, inherited or self._made(func, name, inputs, output, what))
                 continue
             self._exact.pop(_place_of(output), None)
-            if _storage(output) not in held:  # else a good part of something bad
+            if _is_whole(output):  # else a good part of something bad
                 self._around.pop(_storage(output), None)
 
-    def _inherited(self, inputs: Tensors, what: Flaws) -> Origin | None:
+    def _origins(self, tensors: Iterable[torch.Tensor]) -> list[Origin]:
+        """Of those that are bad."""
+        return [self.origin_of(tensor) or Origin(0, "unknown") for tensor in tensors if any(flaws(tensor))]
+
+    def _inherited(self, known: list[Origin], what: Flaws) -> Origin | None:
         """The first origin among the inputs; a mask is one only of what is still a mask."""
-        bad = [tensor for tensor in inputs if any(flaws(tensor))]
-        known = [self.origin_of(tensor) or Origin(0, "unknown") for tensor in bad]
         real = [origin for origin in known if not origin.forbids]
         if real:
             return min(real, key=lambda origin: origin.order or sys.maxsize)
@@ -148,7 +162,7 @@ class OperationWatch(TorchDispatchMode):
         phase, module, line = "forward", self.around.module(), own_line()
         operation = f"{name.rstrip('_')} ({func})"
         if node is not None:
-            phase, module = "backward", self.around.module_of(node._sequence_nr()) or _parameter_of(node)
+            phase, module = "backward", self.around.module_of(node._sequence_nr()) or self.around.owner(node)
             line = line_of(node)
             operation = f"{node.name().rpartition('::')[2]} ({func})"
         tables = [*tables[:4], Table.of("output", output)]
@@ -181,6 +195,12 @@ def only_forbids(what: Flaws) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return local(tensor).untyped_storage().data_ptr()
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether there is nothing else in its memory."""
+    part = local(tensor)
+    return part.numel() * part.element_size() == part.untyped_storage().nbytes()
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -237,7 +257,3 @@ def _shown(file: str, number: int) -> str:
     path = Path(file)
     short = path.relative_to(PACKAGE.parent).as_posix() if path.is_relative_to(PACKAGE.parent) else file
     return f"{short}:{number}: {linecache.getline(file, number).strip()}".rstrip(": ")
-
-
-def _parameter_of(node: Any) -> str:
-    return "" if not hasattr(node, "variable") else str(tuple(node.variable.shape))

@@ -57,8 +57,9 @@ def _tensors(finding: Finding) -> list[str]:
     lines += _section("Inputs", "Input", finding.inputs)
     lines += _section("Gradients", "Grad", finding.gradients)
     if not lines:
-        what = "no tensor was bad when the step was run again" if not finding.reproduced else "none but the loss itself"
-        return [f"  {what}", ""]
+        own = finding.place is not None and finding.place.phase == "loss"
+        what = "none but the loss itself" if own else "not known"
+        return [f"  {what if finding.reproduced else 'no tensor was bad when the step was run again'}", ""]
     for name, tables in (("gradients", finding.gradients), ("parameters", finding.weights), ("inputs", finding.inputs)):
         for word, bad in _by_word(tables):
             shown = ", ".join(repr(table.name) for table in bad[:SHOWN_TENSORS])
@@ -112,7 +113,7 @@ def _more(finding: Finding) -> list[str]:
         lines.append(f"Ranks: {', '.join(map(str, finding.ranks))}")
     lines += [f"Note: {note}" for note in finding.notes]
     ids = ", ".join(map(str, finding.row_ids[:16])) + (", ..." if len(finding.row_ids) > 16 else "")
-    lines.append(f"Rows: {ids}")
+    lines.append(f"Rows: {ids or 'not known'}")
     lines += [f"  {number}: {text[:80]!r}" for number, text in enumerate(finding.texts[:SHOWN_ROWS])]
     if finding.history:
         lines.append("Last steps:")

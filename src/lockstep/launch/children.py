@@ -36,6 +36,7 @@ class Child:
         self.output = output
         self.code: int | None = None  # None: alive
         self.by_signal = 0
+        self.peak_bytes = 0  # the most memory it had, once it has ended
         self._reaper = reaper
         try:
             self._process = subprocess.Popen(  # from the main thread: PDEATHSIG follows the thread
@@ -79,7 +80,9 @@ class Child:
             return False
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        status = self._process.wait()
+        _pid, ended, usage = os.wait4(self.pid, 0)  # of Popen's ways to wait, none tells the memory
+        status = self._process.returncode = os.waitstatus_to_exitcode(ended)
+        self.peak_bytes = usage.ru_maxrss * 1024
         self.by_signal = max(0, -status)
         self.code = 128 - status if status < 0 else status
         self._reaper.remove(self.pid)

@@ -17,19 +17,29 @@ from typing import Any
 
 from lockstep import rundir
 from lockstep.errors import ExitCode
-from lockstep.launch import processes
+from lockstep.launch import link
 from lockstep.launch.watchdog import Hang
-from lockstep.runtime import env
+from lockstep.runtime import env, memory_limits
 
 TRACE_LINES = 20
 LONGEST_CAUSE = 400
+FIGURES = ("requested_bytes", "peak_bytes", "limit_bytes", "estimated_bytes")  # of memory; null: nobody knows
 FOUND = ("module", "operation", "line", "phase", "finding", "ranks", "rows", "reproduced", "bundle")  # of NaN and Inf
-CRASH = "Fatal Python error"  # how faulthandler begins
+CRASH, OWN_THREAD = "Fatal Python error", "Current thread"  # how faulthandler begins, and the stack that matters
 PLAIN_WORDS: dict[int, str] = {
     signal.SIGSEGV: "segmentation fault",
     signal.SIGABRT: "aborted",
     signal.SIGBUS: "bus error",
 }
+CRASHES = {  # how faulthandler calls a signal
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+FRAME = re.compile(r'File ".*/lockstep/([^"]+)", line (\d+) in (\S+)')
+GIB, MIB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,32 +90,80 @@ def read_word(path: Path) -> tuple[dict[str, Any], int | None]:
     return ({}, stopped) if isinstance(stopped, int) else (record, None)
 
 
-def explain_end(end: End, *, kills_before: int | None, kills_after: int | None) -> tuple[str, str]:
-    """(kind, cause) of a worker that ended."""
+@dataclass(frozen=True)
+class Verdict:
+    """Why a worker ended. `own`: its words, and what it could not say any more."""
+
+    kind: str
+    cause: str
+    own: Mapping[str, Any]
+
+
+def explain_end(end: End, *, work: Path, kills_before: int | None, peak_bytes: int = 0) -> Verdict:
+    """Of a worker that ended. `work`: where it has left its last traces; `peak_bytes`: the most memory it had."""
     if end.record.get("cause") and not end.by_signal:
-        return str(end.record.get("kind", "exception")), str(end.record["cause"])
+        return Verdict(str(end.record.get("kind", "exception")), str(end.record["cause"]), end.record)
+    if end.by_signal == signal.SIGKILL:
+        return _explain_kill(end, work, kills_before, peak_bytes)
     if end.by_signal:
-        return _explain_signal(end.by_signal, kills_before, kills_after)
+        trace = crash_of(work, end.slot)
+        words = f" ({PLAIN_WORDS[end.by_signal]})" if end.by_signal in PLAIN_WORDS else ""
+        cause = f"killed by {_name(end.by_signal)}{words}: signal {end.by_signal}{top_frame(trace)}"
+        return Verdict("signal", cause, {**end.record, "trace": trace})
     if end.early:
-        return "exit", "exited before the others were done (code 0)"
-    return "exit", f"exited with code {end.code}"
+        return Verdict("exit", "exited before the others were done (code 0)", end.record)
+    return Verdict("exit", f"exited with code {end.code}", end.record)
 
 
-def _explain_signal(number: int, before: int | None, after: int | None) -> tuple[str, str]:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    if number == signal.SIGKILL:
-        if before is not None and after is not None and after > before:
-            return "memory", (
-                f"killed by {name} (out of memory): signal {number}, "
-                f"the kernel's oom_kill count went from {before} to {after}{processes.memory_bounds()}"
-            )
+def _explain_kill(end: End, work: Path, before: int | None, peak_bytes: int) -> Verdict:
+    """By SIGKILL: for want of memory, if the kernel has counted one more such kill."""
+    after, killed = memory_limits.kills(), f"killed by {_name(end.by_signal)} (out of memory"
+    if before is None or after is None or after <= before:
         told = "the kernel counted no oom_kill here" if after is not None else "no oom_kill count to be read"
-        return "signal", f"killed by {name} (out of memory?): signal {number}, {told}"
-    words = f" ({PLAIN_WORDS[number]})" if number in PLAIN_WORDS else ""
-    return "signal", f"killed by {name}{words}: signal {number}"
+        return Verdict("signal", f"{killed}?): signal {end.by_signal}, {told}", end.record)
+    bounds = memory_limits.of_machine(peak_bytes)
+    used = f"peak {size_text(bounds.peak)}, " if bounds.peak else ""
+    cause = (
+        f"{killed}): {used}{bounds.words} {size_text(bounds.limit)}; signal {end.by_signal}, "
+        f"the kernel's oom_kill count went from {before} to {after}"
+    )
+    foreseen = read_record(link.remedy_path(work, end.slot))
+    figures = {"requested_bytes": None, "peak_bytes": bounds.peak or None, "limit_bytes": bounds.limit}
+    return Verdict("memory", cause, {**end.record, **figures, **foreseen})
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def crash_of(work: Path, slot: int) -> list[str]:
+    """What the interpreter wrote of its own crash: the signal and the stack of the thread that met it; [] if none."""
+    try:
+        data = link.stacks_path(work, slot).read_bytes()
+    except OSError:
+        return []
+    return last_words(data) if CRASH.encode() in data else []
+
+
+def crash_signal(trace: Sequence[str]) -> int:
+    """The signal of a crash; 0: there was none."""
+    return next((int(CRASHES[words]) for words in CRASHES if trace and words in trace[0]), 0)
+
+
+def top_frame(trace: Sequence[str]) -> str:
+    """Where in this package a crash was: the innermost of its lines on the stack; '' where there is none."""
+    found = next((match for line in trace if (match := FRAME.search(line))), None)
+    return f", in {found[1]}:{found[2]} {found[3]}" if found else ""
+
+
+def size_text(count: int) -> str:
+    """Bytes for people."""
+    if count < GIB // 100:
+        return f"{count / MIB:,.1f} MiB"
+    return f"{count / GIB:,.{2 if count < 10 * GIB else 1}f} GiB"
 
 
 def explain_hang(hang: Hang, silent: Sequence[object]) -> tuple[str, str]:
@@ -133,11 +191,12 @@ def build(
         "cause": first_line(cause),
         "trace": [],
         "log": "",
-        "next": _next_command(run),
+        "next": remedy_command(run=run, **own["remedy"]) if own.get("remedy") else next_command(run),
         "time": time.time(),
     }
     told = ("step", "section", "exception", "trace", "next", "secondary", *FOUND)
-    return record | {key: own[key] for key in told if own.get(key) not in (None, "", [])}
+    said = {key: own[key] for key in told if own.get(key) not in (None, "", [])}
+    return record | said | {key: own[key] for key in FIGURES if key in own}
 
 
 def is_refusal(record: Mapping[str, Any]) -> bool:
@@ -146,20 +205,43 @@ def is_refusal(record: Mapping[str, Any]) -> bool:
     return record["exit_code"] in refused and (record["step"] is None or record["step"] < 0)
 
 
-def _next_command(run: Path | None) -> str:
+def next_command(run: Path | None) -> str:
     """Go on where something was saved; else there is only the log to look at."""
     if run is None:
         return "lockstep doctor"
-    if any(rundir.RunDir(run).checkpoints.glob("step_*")):
+    if has_saved(run):
         return f"lockstep resume {shlex.quote(str(run))}"
     return f"lockstep logs {shlex.quote(str(run))}"
 
 
+def remedy_command(flags: str, words: str, *, exact: bool, run: Path | None) -> str:
+    """What to type, and what it is good for. `exact`: a saved state can be gone on from without leave."""
+    if not flags:
+        return words
+    if run is None or not has_saved(run):
+        return f"the same command with {flags} ({words})"
+    leave = "" if exact else " --checkpoint.allow-mismatch true"
+    return f"lockstep resume {shlex.quote(str(run))} {flags}{leave} ({words})"
+
+
+def has_saved(run: Path) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return any(rundir.RunDir(run).checkpoints.glob("step_*"))
+
+
 def last_words(tail: bytes) -> list[str]:
-    """What a worker printed at the end: a crash of the interpreter from its first line on, else the last lines."""
+    """What a worker wrote at the end: of a crash of the interpreter the signal and its own thread, else the last lines.
+
+    Other threads come before the one that crashed, and may be many.
+    """
     lines = tail.decode("utf-8", "backslashreplace").splitlines()
     crash = next((number for number, line in enumerate(lines) if CRASH in line), None)
-    return lines[-TRACE_LINES:] if crash is None else lines[crash : crash + TRACE_LINES]
+    if crash is None:
+        return lines[-TRACE_LINES:]
+    own = next((number for number in range(crash, len(lines)) if lines[number].startswith(OWN_THREAD)), None)
+    if own is None:
+        return lines[crash : crash + TRACE_LINES]
+    return [lines[crash], *lines[own : own + TRACE_LINES - 1]]
 
 
 def first_line(text: str) -> str:

@@ -26,6 +26,7 @@ from lockstep.launch import beats, common_folder, failure, link, processes, stac
 from lockstep.launch.children import Stranger
 from lockstep.rundir import RunDir
 from lockstep.runtime import env as environment
+from lockstep.runtime import memory_limits
 from lockstep.runtime.env import Env
 
 LOOK_SECONDS = 0.25
@@ -116,7 +117,7 @@ class Guardian:
         self.workers: dict[int, Stranger] = {}
         self.agent: Stranger | None = Stranger(-1, agent)
         self.started = time.time()
-        self.memory_kills = processes.memory_kills()
+        self.memory_kills = memory_limits.kills()
         self.ends: list[failure.End] = []
         self.stopped = False  # a worker has ended as it was told to
         self.ended_ns = 0
@@ -206,6 +207,8 @@ class Guardian:
             record = record or {"cause": "ended without a word; its launcher's own lines say how", "kind": "exit"}
             if done:
                 return
+            if number := failure.crash_signal(failure.crash_of(self.folder, slot)):
+                code, by_signal = 128 + number, number
         elif not record and (code in STOPS or (done and code == 0)):
             if code in STOPS and not self.ends:  # else the launcher has ended it because another failed
                 self.stopped = True
@@ -222,12 +225,16 @@ class Guardian:
         if self.record is not None or not failed:
             return
         end = min(failed, key=lambda end: end.weak)
-        kind, cause = failure.explain_end(end, kills_before=self.memory_kills, kills_after=processes.memory_kills())
+        found = failure.explain_end(end, work=self.folder, kills_before=self.memory_kills)
+        kind, cause = found.kind, found.cause
         silent = self._silent_nodes() if end.secondary else []
         if silent:
             kind, cause = "lost_peer", f"{cause}; {'; '.join(str(node) for node in silent)}"
         code = int(end.code) or int(ExitCode.FAILED)
-        self._keep(self.beats.read(end.slot), exit_code=code, kind=kind, cause=cause, own=end.record)
+        beat = self.beats.read(end.slot)
+        if end.by_signal:
+            self._keep_stacks([beat])
+        self._keep(beat, exit_code=code, kind=kind, cause=cause, own=found.own)
         self._end_all(signal.SIGTERM)
 
     def _look_for_hang(self) -> None:
@@ -287,6 +294,10 @@ class Guardian:
             self.workers[slot].send(number)
 
         stacks.dump(self.folder, readings, send=send, wait=time.sleep, seconds=STACKS_SECONDS)
+        self._keep_stacks(readings)
+
+    def _keep_stacks(self, readings: Sequence[beats.Beat]) -> None:
+        """What workers have written of where they are, or of their crash, into the run folder."""
         for beat in readings:
             if beat.run:
                 place = RunDir(Path(beat.run)).worker(beat.tag, self.node)

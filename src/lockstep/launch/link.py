@@ -64,6 +64,14 @@ class Link:
         if self.work is not None:
             (self.work / LIMIT).write_text(str(hang_seconds), encoding="utf-8")
 
+    def tell_remedy(self, foreseen: Mapping[str, Any]) -> None:
+        """What to say should the kernel kill this worker for want of memory: it cannot say it then."""
+        if self.work is not None:
+            from lockstep import rundir
+
+            with contextlib.suppress(OSError):
+                rundir.write_json(remedy_path(self.work, self.slot), foreseen)
+
     def fail(self, record: Mapping[str, Any]) -> None:
         """Why this worker is about to end. The first record is kept: what follows a failure is its consequence."""
         if self.failed:
@@ -84,11 +92,15 @@ class Link:
         self.enter("done")
 
     def show_stacks(self) -> bool:
-        """Let STACKS_SIGNAL write every thread's Python stack, even while the interpreter's lock is held."""
+        """Let STACKS_SIGNAL write every thread's Python stack, even while the interpreter's lock is held; a crash too.
+
+        To a file, not to the screen: whoever watches reads it, and says the line that matters.
+        """
         if self.work is None:
             return False
         self._stacks = stacks_path(self.work, self.slot).open("a", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        faulthandler.enable(self._stacks, all_threads=True)
         return True
 
 
@@ -102,6 +114,9 @@ def attach(env: environment.Env) -> Link:
 def _attach(env: environment.Env) -> Link:
     folder = environment.get("LOCKSTEP_WORK")
     if not folder and env.world == 1:
+        if not faulthandler.is_enabled():
+            with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # a stream that is no file
+                faulthandler.enable(all_threads=False)  # nobody else could tell where it crashed
         return Link()
     from lockstep import rundir  # noqa: F401 - loaded now: who runs out of memory can still say so
 
@@ -118,8 +133,6 @@ def _attach(env: environment.Env) -> Link:
         work = guardian.enlist(env)
         if line_path(work, env.local_rank).exists():
             _follow(work, env.local_rank)
-    if sys.stderr is not None:
-        faulthandler.enable(all_threads=True)
     link = Link(work, env.local_rank)
     link.marks.attach(os.getpid(), rank=env.rank, tag=env.tag, dumps=link.show_stacks())
     return link
@@ -149,6 +162,10 @@ def read_stacks(work: Path, slots: int) -> dict[int, str]:
         with contextlib.suppress(OSError):
             found[slot] = stacks_path(work, slot).read_text(encoding="utf-8", errors="backslashreplace")
     return found
+
+
+def remedy_path(work: Path, slot: int) -> Path:
+    return work / f"remedy.{slot}.json"
 
 
 def failure_path(work: Path, slot: int) -> Path:

@@ -1,4 +1,4 @@
-"""Processes as the system shows them: how one ended, whose children are left, whether memory ran out."""
+"""Processes as the system shows them: how one ended, whose children are left."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID = "LOCKSTEP_RUN_ID"
-CGROUPS = Path("/sys/fs/cgroup")
-BOUNDS_OF_VERSION_1 = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
-NO_LIMIT_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -96,50 +93,3 @@ def has(pid: int, wanted: bytes) -> bool:
         return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # that of a zombie is empty
     except OSError:
         return False
-
-
-def memory_kills() -> int | None:
-    """How often the kernel killed for want of memory in this process's cgroup; None where it does not say."""
-    counts = [count for path in _memory_files() if (count := _read_kills(path)) is not None]
-    return max(counts, default=None)
-
-
-def memory_bounds() -> str:
-    """What this process's cgroup may use and has used at most, in words; '' where no limit is told."""
-    for path in _memory_files():
-        names = ("memory.max", "memory.peak") if path.name == "memory.events" else BOUNDS_OF_VERSION_1
-        with contextlib.suppress(OSError, ValueError):
-            limit, most = (int((path.parent / name).read_text()) for name in names)
-            if limit < NO_LIMIT_BYTES:
-                return f"; {most:,} bytes used of {limit:,} allowed"
-    return ""
-
-
-def _memory_files() -> list[Path]:
-    files: list[Path] = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return files
-    for line in lines:
-        _number, controllers, place = line.split(":", 2)
-        if not controllers:  # version 2
-            root, name = CGROUPS, "memory.events"
-        elif "memory" in controllers.split(","):
-            root, name = CGROUPS / "memory", "memory.oom_control"
-        else:
-            continue
-        # inside a container its own group is the root of what is mounted
-        files += [root / place.lstrip("/") / name, root / name]
-    return files
-
-
-def _read_kills(path: Path) -> int | None:
-    try:
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        return None
-    return None

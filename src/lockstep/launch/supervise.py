@@ -10,19 +10,19 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import ExitCode
-from lockstep.launch import banner, failure, link, processes, stacks, watchdog
+from lockstep.launch import banner, failure, link, stacks, watchdog
 from lockstep.launch.beats import Beat
-from lockstep.launch.children import Proc
+from lockstep.launch.children import Child, Proc
 from lockstep.launch.failure import End
 from lockstep.launch.output import LogFile, Output
 from lockstep.launch.records import Records
 from lockstep.launch.team import STOPS, Team, prefix_of
-from lockstep.runtime import env, scrub
+from lockstep.runtime import env, memory_limits, scrub
 
 __all__ = ["Outcome", "Proc", "Watch", "supervise"]
 
@@ -87,7 +87,7 @@ class _Supervisor:
         self._ticked = time.monotonic()
         self._awake_ns = 0  # silence from before this moment does not count
         self._started = time.time()
-        self._kills_before = processes.memory_kills()
+        self._kills_before = memory_limits.kills()
         # never one that was inherited: whoever carries that is not ours
         self.team = Team(slots, work=work, run_id=secrets.token_hex(8))
         if watch.transcript is not None:
@@ -233,10 +233,16 @@ class _Supervisor:
 
     def _fail(self, end: End) -> Outcome:
         """A worker has ended in a way it should not have."""
-        kind, cause = failure.explain_end(end, kills_before=self._kills_before, kills_after=processes.memory_kills())
+        team, child = self.team, self._child_of(end.slot)
+        peak = child.peak_bytes if len(child.proc.slots) == 1 else 0  # an agent's own says nothing
+        found = failure.explain_end(end, work=team.work, kills_before=self._kills_before, peak_bytes=peak)
+        kind, cause = found.kind, found.cause
         if end.secondary and self.watch.nodes > 1 and (silent := self._probe()):
             kind, cause = "lost_peer", "; ".join(str(node) for node in silent)
-        return self._conclude(end, kind=kind, cause=cause)
+        return self._conclude(replace(end, record=found.own), kind=kind, cause=cause)
+
+    def _child_of(self, slot: int) -> Child:
+        return next(child for child in self.team.children if slot in child.proc.slots)
 
     def _conclude(self, end: End, *, kind: str, cause: str) -> Outcome:
         """End the others, then write and show why."""
@@ -248,7 +254,9 @@ class _Supervisor:
         code = 1 if end.early else end.code
         self._records.learn_run(team.beats.read_all(), team.children)
         record = failure.build(place, exit_code=code, kind=kind, cause=cause, own=end.record, run=self._records.run)
-        child = next(child for child in team.children if end.slot in child.proc.slots)
+        if end.by_signal:
+            self._records.keep_stacks(team.work, self.tags)
+        child = self._child_of(end.slot)
         record["log"] = self._records.log_of(child)
         tail = failure.last_words(child.output.tail)
         record["trace"] = record["trace"] or tail

@@ -51,6 +51,7 @@ def mode(device: torch.device, *, deterministic: bool, threads: int) -> Iterator
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
+        _fill_fresh_memory(False)  # with NaN, which takes time, and looks like one that was computed
         _make_inductor_deterministic(True)
     try:
         yield
@@ -58,6 +59,7 @@ def mode(device: torch.device, *, deterministic: bool, threads: int) -> Iterator
         torch.set_num_threads(previous_threads)
         if deterministic and device.type == "cuda":
             torch.use_deterministic_algorithms(previous)
+            _fill_fresh_memory(True)
             torch.backends.cudnn.benchmark = previous_benchmark
             _make_inductor_deterministic(previous)
 
@@ -73,3 +75,7 @@ def _make_inductor_deterministic(wanted: bool) -> None:
 
     if hasattr(inductor, "deterministic"):
         inductor.deterministic = wanted
+
+
+def _fill_fresh_memory(wanted: bool) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = wanted  # pyright: ignore[reportAttributeAccessIssue]

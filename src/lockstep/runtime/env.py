@@ -237,7 +237,9 @@ def check_port(port: int, host: str = "") -> None:
                 raise ConfigError(
                     f"port {port} cannot be used: {error.strerror}", hint="choose another port"
                 ) from error
-            raise ConfigError(f"port {port} is taken{holder(port)}", hint="choose another port, or none") from error
+            raise ConfigError(
+                f"port {port} is taken{holder(port)}", hint=f"another port ({free_port()} is free), or none"
+            ) from error
 
 
 def holder(port: int) -> str:

@@ -52,6 +52,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "nan_act": ("module", "index", "once"),
     "inf_act": ("module", "index", "once"),
     "nan_input": ("tensor", "index"),
+    "inf_input": ("tensor", "index"),
 }
 ACTIVATIONS = ("nan_act", "inf_act")
 
@@ -188,7 +189,7 @@ class Plan:
 
     def inputs(self, tensors: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
         """Spoil what the model is given."""
-        if faults := self._due(step, kinds=("nan_input",)):
+        if faults := self._due(step, kinds=("nan_input", "inf_input")):
             _spoil(faults, {name: tensor for name, tensor in tensors if tensor.is_floating_point()})
 
     def loss(self, loss: torch.Tensor, step: int) -> torch.Tensor:

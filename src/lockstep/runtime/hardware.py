@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import resource
-import sys
 
 import psutil
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.runtime import env
+from lockstep.runtime import env, memory_limits
 
 # Dense bf16/fp16 peak in FLOP/s by a word of the card's name: what vendors' data sheets give, the first match counts.
 PEAK_FLOPS = (
@@ -75,8 +73,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory used so far: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return memory_limits.resident_peak_bytes()
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -91,9 +88,10 @@ def total_memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def limit_text(device: torch.device) -> str:
-    """What this process is allowed, where somebody has set a limit below what the machine has; else ''."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if device.type == "cuda" or limit == resource.RLIM_INFINITY:
-        return ""
-    return f"; RLIMIT_AS allows {limit:,} bytes"
+def memory_bounds(device: torch.device) -> memory_limits.Bounds:
+    """The bounds that a shortage on this device has met."""
+    if device.type != "cuda":
+        return memory_limits.of_process()
+    limit = torch.cuda.get_device_properties(device).total_memory
+    taken = limit - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
+    return memory_limits.Bounds(peak_memory_bytes(device), limit, "the card has", taken=max(0, taken))

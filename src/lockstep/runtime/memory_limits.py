@@ -1,0 +1,118 @@
+"""What a process may have of memory, by whom, and what it has had at most."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+V1, V2 = "memory.oom_control", "memory.events"  # where each version of control groups counts kills
+LIMIT_AND_PEAK = {V1: ("memory.limit_in_bytes", "memory.max_usage_in_bytes"), V2: ("memory.max", "memory.peak")}
+NO_LIMIT_BYTES = 1 << 62
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most that was used, what is allowed, and in whose words. `shared`: by all processes beside this one."""
+
+    peak: int
+    limit: int
+    words: str
+    shared: bool = False
+    taken: int = 0  # of what is allowed: by others
+
+
+def of_process() -> Bounds:
+    """On the host: only a limit of the address space makes an allocation fail while there is memory left."""
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed != resource.RLIM_INFINITY:
+        return Bounds(address_space_peak_bytes(), allowed, "RLIMIT_AS allows")
+    return of_machine(resident_peak_bytes())
+
+
+def of_machine(peak: int) -> Bounds:
+    """What the kernel holds a process to: its control group, else all there is. `peak` is the process's own."""
+    group = of_group()
+    if group is not None:
+        used, limit = group
+        return Bounds(max(peak, used), limit, "its cgroup allows", shared=True)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Bounds(peak, total, "the machine has", shared=True)
+
+
+def resident_peak_bytes() -> int:
+    """The most memory this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def address_space_peak_bytes() -> int:
+    """The most addresses it has had: what RLIMIT_AS counts."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmPeak:"):
+                return int(line.split()[1]) << 10
+    return resident_peak_bytes()
+
+
+def of_group() -> tuple[int, int] | None:
+    """(most used, allowed) of this process's control group, or of one around it that allows less; None: no limit."""
+    found: list[tuple[int, int]] = []
+    for path in group_files():
+        limit_name, peak_name = LIMIT_AND_PEAK[path.name]
+        around = [folder for folder in path.parent.parents if folder.is_relative_to(CGROUPS)]
+        for folder in (path.parent, *around):
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / limit_name).read_text())
+                if limit < NO_LIMIT_BYTES:
+                    found.append((_read(folder / peak_name), limit))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def kills() -> int | None:
+    """How often the kernel killed for want of memory in this process's cgroup; None where it does not say."""
+    counts = [count for path in group_files() if (count := _read_kills(path)) is not None]
+    return max(counts, default=None)
+
+
+def group_files() -> list[Path]:
+    """Where this process's control groups count what the kernel kills, in both versions."""
+    files: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        _number, controllers, place = line.split(":", 2)
+        if not controllers:
+            root, name = CGROUPS, V2
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", V1
+        else:
+            continue
+        # inside a container its own group is the root of what is mounted
+        files += [root / place.lstrip("/") / name, root / name]
+    return files
+
+
+def _read(path: Path) -> int:
+    """A peak; 0 where the kernel is too old to tell."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _read_kills(path: Path) -> int | None:
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        return None
+    return None

@@ -1,0 +1,156 @@
+"""Whatever else goes wrong around a bad step - disk, memory, rows, secrets - there is a report; and life after it."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Outcome
+
+Cli = Callable[..., Outcome]
+QUICK = (
+    "--device", "cpu", "--max-steps", "4", "training.eval_batches=1", "training.eval_interval=0", "system.threads=1",
+    "training.save_interval=0", "training.checkpoint_dir=.checkpoints", "training.context_length=16",
+)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+
+def small(fault: str, monkeypatch: pytest.MonkeyPatch, lockstep: Cli, *words: str) -> Outcome:
+    monkeypatch.setenv("LOCKSTEP_FAULT", fault)
+    return lockstep("train", "llama", "tiny", *QUICK, "--name", "bad", *words)
+
+
+def test_a_disk_that_is_full(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither checkpoint nor bundle can be written: the report, the exit code and the cause are there nonetheless."""
+    assert lockstep("prepare", "llama", "tiny", "training.context_length=16").code == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        told = small("nan_act@step=1,module=norm", monkeypatch, lockstep, "debug.enabled=true")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert told.code == 71
+    assert "First bad value: norm (forward, fill" in told.out
+    assert "EXITING DUE TO NaN" in told.out
+    assert told.out.count("saving the state failed too") == 1
+    assert "the bundle failed too" in told.out
+    assert "Replay:" not in told.out
+    assert "lockstep replay" not in told.err
+    assert len(told.err.splitlines()) <= 5
+    assert not list(in_dir.rglob("*.tmp-*"))
+    failure = json.loads((in_dir / "runs" / "bad" / "failure.json").read_text())
+    assert (failure["module"], failure["bundle"]) == ("norm", "")
+
+
+@pytest.mark.parametrize("what", ["find_place", "run_again"])
+def test_looking_that_fails_costs_the_place_only(
+    what: str, in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too little memory to run the step once more, say: report and bundle are there, and the bundle can be replayed."""
+    from lockstep.engine import autopsy
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no more memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(autopsy, what, fails)
+        told = small("nan_act@step=1,module=norm", monkeypatch, lockstep)
+    assert told.code == 71
+    assert "NaN LOSS DETECTED" in told.out
+    note = "the place could not be found" if what == "find_place" else "the step could not be run again"
+    assert f"Note: {note}: RuntimeError: no more memory" in told.out
+    assert ("Gradients with NaN" in told.out) == (what == "find_place")
+    assert "First bad value" not in told.out
+    assert "hardware-suspect" not in told.text, "nothing is known of that"
+    again = lockstep("replay", "bad")
+    assert again.code == 1, "nobody knows whether it is the same place"
+    assert "as it was: not finite, first in norm (forward, fill)" in again.out
+
+
+def test_rows_that_nobody_knows(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.engine import autopsy
+
+    def gone(*_: Any) -> Any:
+        raise OSError("the stream is gone")
+
+    for name in ("row_ids", "texts", "collated"):
+        monkeypatch.setattr(autopsy, name, gone)
+    told = small("nan_act@step=1,module=norm", monkeypatch, lockstep)
+    assert told.code == 71
+    assert "Rows: not known" in told.out
+    assert "First bad value: norm" in told.out
+
+
+def test_secrets_are_not_kept(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.engine import autopsy
+
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "s" * 34)
+    token = "hf_" + "q" * 34
+    monkeypatch.setattr(autopsy, "texts", lambda *_: ("a row that says hf_" + "s" * 34,))
+    (in_dir / "mine.json").write_text(json.dumps({"data": {"hf_token": token}}))
+    told = small("nan_grad@step=1", monkeypatch, lockstep, "debug.enabled=true", "--config", "mine.json")
+    assert told.code == 71
+    kept = [path for path in [*in_dir.glob("runs/**/*"), *in_dir.glob(".checkpoints/**/*")] if path.is_file()]
+    assert {"bundle.json", "nan_grad_step_1.pt", "nan_debug_step_1.pkl", "failure.json"} <= {path.name for path in kept}
+    assert any(b"a row that says ***" in path.read_bytes() for path in kept)
+    for path in kept:
+        content = path.read_bytes()
+        assert token.encode() not in content, path
+        assert b"hf_" + b"s" * 34 not in content, path
+
+
+def test_a_run_goes_on_after_a_nan(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the weights before the step, as if it had not happened; the last failure is the one to replay."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "")
+    flags = (*QUICK, "debug.digest_interval=4")
+    assert lockstep("train", "llama", "tiny", *flags, "--name", "well").code == 0
+    monkeypatch.setenv("LOCKSTEP_FAULT", "nan_act@step=1,module=norm")
+    assert lockstep("train", "llama", "tiny", *flags, "--name", "bad").code == 71
+    monkeypatch.setenv("LOCKSTEP_FAULT", "nan_loss@step=2")
+    assert lockstep("resume", "bad").code == 71
+    assert "first in loss" in lockstep("replay", "bad").out
+    monkeypatch.setenv("LOCKSTEP_FAULT", "")
+    assert lockstep("resume", "bad").code == 0
+    assert not (in_dir / "runs" / "bad" / "failure.json").exists()
+    last = [
+        [json.loads(line) for line in (in_dir / "runs" / name / "events.jsonl").read_text().splitlines()]
+        for name in ("well", "bad")
+    ]
+    digests = [[each["digest"] for each in events if each.get("digest")][-1] for events in last]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.slow
+def test_a_bad_first_step_and_a_bad_validation(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bad from the beginning is met in the rehearsal already, and told by step 0."""
+    from lockstep.models.llama import Llama
+
+    forward = Llama.forward
+    monkeypatch.setattr(Llama, "forward", lambda self, *args, **named: forward(self, *args, **named) / 0)
+    told = small("", monkeypatch, lockstep)
+    assert told.code == 71
+    failure = json.loads((in_dir / "runs" / "bad" / "failure.json").read_text())
+    assert (failure["step"], failure["module"]) == (0, "model")
+    assert lockstep("replay", "bad").code == 0
+
+
+@pytest.mark.parametrize("bad", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_only_the_validation_is_bad(bad: bool, in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was trained on it: the run goes on, and says so."""
+    from lockstep.models.llama import Llama
+
+    forward = Llama.forward
+
+    def in_training(self: Llama, *args: Any, **named: Any) -> Any:
+        made = forward(self, *args, **named)
+        return (made[0] * float("nan"), *made[1:]) if isinstance(made, tuple) and bad else made
+
+    monkeypatch.setattr(Llama, "forward", in_training)
+    told = small("", monkeypatch, lockstep)
+    assert told.code == 0, told.text
+    assert ("Validation loss is nan at step 4" in told.out) == bad

@@ -1,0 +1,267 @@
+"""Bundles under attack - damaged, foreign, incomplete - and the verdicts, each with its real cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import replaying, rundir
+from lockstep.engine import bundle, inference
+from lockstep.engine.replay import NEXT, replay
+from lockstep.errors import ConfigError, DataError, LockstepError, NonFiniteError
+from lockstep.health.finding import Finding, from_json
+from lockstep.models import attention, hf
+from lockstep.models.llama import Llama
+from tests.conftest import Outcome
+from tests.engine.bad_steps import OF_FAMILY, brought_back
+from tests.gates.training import run
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, _prepared: Path) -> Path:
+    """The bundle of one run, for who wants to damage a copy of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATASET_CACHE_DIR", str(_prepared))
+        patch.setenv("LOCKSTEP_FAULT", "nan_loss@step=1")
+        with pytest.raises(NonFiniteError) as caught:
+            run(tmp_path_factory.mktemp("kept") / "run", OF_FAMILY["llama"])
+    return Path(from_json(caught.value.finding).files["bundle"])
+
+
+@pytest.fixture
+def copy(kept: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(kept, tmp_path / "bundle")
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The bundle with another description, and a manifest that fits it."""
+    path = folder / bundle.ABOUT
+    about = json.loads(path.read_text(encoding="utf-8"))
+    change(about)
+    path.write_text(json.dumps(about), encoding="utf-8")
+    (folder / rundir.MANIFEST).unlink()
+    rundir.seal(folder)
+    return folder
+
+
+def test_a_bundle_that_is_whole_is_read(copy: Path) -> None:
+    """Control of all that follows: neither the copy nor a new manifest is what is refused."""
+    assert bundle.read(copy).finding.kind == "nan_loss"
+    assert bundle.read(rewritten(copy, lambda about: about.update(extra=1))).finding.kind == "nan_loss"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
+def test_every_file_that_is_damaged_is_named(copy: Path, damage: str) -> None:
+    names = [path.name for path in copy.iterdir()]
+    assert {"bundle.json", "batch.safetensors", "model.safetensors", "manifest.json"} <= set(names)
+    for name in names:
+        content = (copy / name).read_bytes()
+        middle = len(content) // 2
+        spoilt = {
+            "cut": content[:middle],
+            "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+            "empty": b"",
+        }
+        (copy / name).unlink()
+        if damage in spoilt:
+            (copy / name).write_bytes(spoilt[damage])
+        with pytest.raises(DataError) as refused:
+            bundle.read(copy)
+        assert name in str(refused.value) or name == "manifest.json"
+        (copy / name).write_bytes(content)
+    bundle.read(copy)
+
+
+def test_a_description_without_what_a_replay_needs_is_refused(copy: Path) -> None:
+    about = json.loads((copy / bundle.ABOUT).read_text(encoding="utf-8"))
+    for key in (*bundle.NEEDED, "format", "batches", "finding"):
+        for value in (None, [], "x"):
+            if isinstance(value, bundle.NEEDED.get(key, ())):
+                continue
+            with pytest.raises(DataError):
+                bundle.read(rewritten(copy, lambda found, key=key, value=value: found.update({key: value})))
+        with pytest.raises(DataError):
+            bundle.read(rewritten(copy, lambda found, key=key: found.pop(key)))
+        rewritten(copy, lambda found: found.update(about))
+    bundle.read(copy)
+
+
+FOREIGN: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another format": lambda about: about.update(format=bundle.FORMAT + 1),
+    "a setting this version does not know": lambda about: about["config"]["training"].update(momentum=1),
+    "another family": lambda about: about["config"].update(family="mlm"),
+    "another shape": lambda about: about["shape"].update(hidden_size=128),
+    "another kind of model": lambda about: about["shape"].update(model_type="bert"),
+    "a fault nobody knows": lambda about: about.update(fault="melt@step=1"),
+    "other denominators": lambda about: about.update(denominators={}),
+    "no rows": lambda about: about.update(batches=[]),
+}
+
+
+@pytest.mark.parametrize("what", list(FOREIGN))
+def test_what_comes_from_elsewhere_is_refused_in_words(copy: Path, what: str) -> None:
+    with pytest.raises(LockstepError) as refused:
+        replay(rewritten(copy, FOREIGN[what]), device="cpu")
+    assert isinstance(refused.value, ConfigError | DataError)
+
+
+def test_the_screen_is_safe_from_what_a_bundle_says(copy: Path, lockstep: Cli) -> None:
+    def hostile(about: dict[str, Any]) -> None:
+        about["finding"]["place"]["line"] = "\x1b]0;owned\x07\x1b[31mred"
+
+    told = lockstep("replay", str(rewritten(copy, hostile)), "--device", "cpu")
+    assert told.code == 0
+    assert "\x1b" not in told.text
+    assert "red" in told.out
+
+
+@pytest.mark.slow
+def test_json_is_json_and_says_the_same(copy: Path, lockstep: Cli) -> None:
+    told = json.loads(lockstep("replay", str(copy), "--device", "cpu", "--json").out)
+    assert (told["reproduced"], told["place"]["module"]) == (True, "loss")
+    assert [(each["change"], each["finite"], each["module"]) for each in told["tried"][:2]] == [
+        ("as it was", False, "loss"), ("--eager-attention", False, "loss"),
+    ]  # fmt: skip
+    assert f"Verdict: {told['verdict']}" in lockstep("replay", str(copy), "--device", "cpu").out
+
+
+def test_a_checkpoint_with_other_weights_is_refused(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle without weights trusts a folder that something else may have written since."""
+    finding = broken("nan_loss@step=1", **{"debug.bundle": "no_weights"})
+    brought_back(finding)
+    folder = bundle.read(Path(finding.files["bundle"])).weights
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        replay(Path(finding.files["bundle"]), device="cpu")
+    (folder / "manifest.json").unlink()
+    rundir.seal(folder)
+    with pytest.raises(DataError, match="not the weights before the step"):
+        replay(Path(finding.files["bundle"]), device="cpu")
+
+
+def test_a_run_with_two_failures_replays_the_one_that_ended_it(tmp_path: Path, broken: Any) -> None:
+    first, second = (broken(f"nan_loss@step={step}") for step in (1, 2))
+    folder = tmp_path / "run"
+    (folder / "config.json").write_text("{}")
+    assert replaying.find(str(folder)) == Path(first.files["bundle"]), "nothing says which: the first"
+    (folder / "failure.json").write_text(json.dumps({"bundle": second.files["bundle"]}))
+    assert replaying.find(str(folder)) == Path(second.files["bundle"])
+    (folder / "failure.json").write_text(json.dumps({"cause": "killed", "bundle": ""}))
+    assert replaying.find(str(folder)) == Path(first.files["bundle"])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, _prepared: Path) -> Path:
+    """A folder with weights, for additions."""
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATASET_CACHE_DIR", str(_prepared))
+        run(folder / "run", {**OF_FAMILY["llada"], "training.max_steps": 1}, family="llada")
+    return inference.export_run(folder / "run" / "checkpoints" / "step_00000001", folder / "weights", "bf16")
+
+
+def test_additions_to_frozen_weights(broken: Any, base: Path) -> None:
+    """The bundle holds the additions only; the frozen weights are read again, and others are refused."""
+    model = {"model.model_path": str(base), "model.init": "pretrained", "model.lora_rank": 4}
+    finding = broken("nan_act@step=1,module=layers.1.mlp.w1", "llada", **model)
+    assert finding.place.module.startswith("layers.1.mlp.w1")
+    folder = Path(finding.files["bundle"])
+    assert (folder / "model.safetensors").stat().st_size < (base / hf.WEIGHTS_FILE).stat().st_size / 2
+    brought_back(finding)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(base / hf.WEIGHTS_FILE)
+    name = "model.transformer.blocks.1.up_proj.weight"
+    save_file({**weights, name: weights[name] + 1}, base / hf.WEIGHTS_FILE)
+    with pytest.raises(DataError, match="frozen weights have changed"):
+        replay(folder, device="cpu")
+
+
+# ----------------------------------------------------------------------------------- verdicts, each by its real cause
+
+
+def verdict_of(finding: Finding, *, code: int = 0) -> str:
+    said = brought_back(finding, code=code)
+    word = said.partition(":")[0]
+    assert word in NEXT
+    return word
+
+
+def test_a_kernel_that_is_wrong(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the fast attention makes it: the plain one does not."""
+    right = attention.attend
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **named: Any) -> Tensor:
+        made = right(q, k, v, backend=backend, **named)
+        return made / 0 if backend == "native_flash" and torch.is_grad_enabled() else made
+
+    from lockstep.models import layers
+
+    monkeypatch.setattr(layers, "attend", wrong)
+    finding = broken("")
+    assert finding.place.module == "layers.0.attention"
+    assert verdict_of(finding) == "kernel"
+    monkeypatch.setattr(layers, "attend", lambda *args, **named: right(*args, **named) / 0)
+    assert verdict_of(finding) == "model", "control: every attention is wrong"
+
+
+def test_a_learning_rate_that_is_far_too_high(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.engine import step
+
+    usual = step.learning_rates
+    monkeypatch.setattr(step, "learning_rates", lambda options: usual(options) * 1e30)
+    assert verdict_of(broken("", **{"model.dropout": 0.0})) == "learning rate"
+
+
+@pytest.mark.slow
+def test_gradients_that_had_been_growing(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are small still, but the last norms say where it goes. Control: the same without that history."""
+    finding = broken("nan_act@step=3,module=norm")
+    assert verdict_of(finding) == "model"
+    grown = [{**each, "grad_norm": 2.0 ** (5 * place)} for place, each in enumerate(finding.as_json()["history"])]
+
+    def growing(about: dict[str, Any]) -> None:
+        about["finding"]["history"] = [grown[0]] * 5 + grown
+
+    done, _ = replay(rewritten(Path(finding.files["bundle"]), growing), device="cpu")
+    assert done.verdict.startswith("learning rate: ")
+
+
+def test_a_row_of_the_third_micro_batch(broken: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Gradients of three micro-batches are one sum: which of them it was is said, and which row."""
+    settings = {"training.grad_accum_nums": 3, "training.max_steps": 2}
+    forward, seen = Llama.forward, list[Tensor]()
+
+    def recording(self: Llama, inputs: Tensor, *args: Any, **named: Any) -> Any:
+        seen.append(inputs.clone())
+        return forward(self, inputs, *args, **named)
+
+    monkeypatch.setattr(Llama, "forward", recording)
+    run(tmp_path / "well", {**OF_FAMILY["llama"], **settings})
+    row = seen[8][1]  # three of the rehearsal, three of step 0, and the third of step 1
+
+    def delicate(self: Llama, inputs: Tensor, *args: Any, **named: Any) -> Any:
+        total = forward(self, inputs, *args, **named)
+        return total / 0 if (inputs == row).all(1).any() else total
+
+    monkeypatch.setattr(Llama, "forward", delicate)
+    finding = broken("", **settings)
+    assert (finding.step, finding.place.module, finding.place.batch) == (1, "model", 2)
+    ids = finding.row_ids
+    assert len(ids) == 6
+    assert f"micro-batch 2 of 3: rows {ids[4]}, {ids[5]}" in finding.notes
+    assert brought_back(finding) == f"data: it goes away without sample 5 (row {ids[5]} of the table)"
