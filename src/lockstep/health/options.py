@@ -14,8 +14,8 @@ class DebugOptions(Section, frozen=True):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting("INFO", "What is worth a line.", role="cosmetic")
     digest_interval: int = setting(
         0,
-        "Steps between fingerprints of all parameters in events.jsonl; 0: none. In mode replicas also of every gradient "
-        "and moment, in workers/*/fingerprint.jsonl, and 0 is every step.",
+        "Steps between fingerprints of all parameters in events.jsonl; 0: none. In mode replicas also of every "
+        "gradient and moment, in workers/*/fingerprint.jsonl, and 0 is every step.",
         role="cosmetic",
         ge=0,
         le=1 << 40,

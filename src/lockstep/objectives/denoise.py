@@ -25,11 +25,9 @@ of the block is left.
 Draws are a hash of (seed + row, pass of the block, place, id): the same on every device, for any batch, and whatever
 else is drawn. Rows of different lengths are padded on the left, and the padding is hidden from attention.
 
-Fewer passes, measured (lockstep/llada-tiny on sentences of a small grammar, bytes, bound 0.76 nats; 40 texts of 64
-tokens, T = 0.8; words the grammar has, neighbours it allows): one token a pass 64 passes, 169 ms, 97.0 %, 67 %;
-threshold 0.8 45.6 passes, 117 ms, 95.6 %, 66 %; steps 48 48 passes, 99 ms, 85.8 %, 54 %. So a threshold pays, fewer
-steps cost quality. No prefix cache: where all see each other every key and value changes with each token that is
-committed, so a cache would be an approximation with a quality of its own to be shown.
+A threshold needs a third fewer passes at the same quality, fewer steps cost quality (benchmarks/llada_decoding.py). No
+prefix cache: where all see each other every key and value changes with each token that is committed, so a cache would
+be an approximation with a quality of its own to be shown.
 
 Shapes: B rows, W places with padding, M hidden places that are predicted, V ids.
 """
