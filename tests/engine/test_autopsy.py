@@ -15,6 +15,7 @@ import torch
 
 from lockstep.engine import autopsy
 from lockstep.engine.autopsy import scale_of
+from lockstep.models import attention
 from lockstep.runtime.precision import Precision
 from tests.engine.bad_steps import ALL_BUT_SLOWLY, FAMILIES, OF_FAMILY, brought_back
 from tests.gates.training import run
@@ -184,6 +185,29 @@ def test_compiled_blocks(broken: Any, checkpointing: bool) -> None:
     assert finding.place.operation == "mul (aten.mul.Tensor)"
     assert finding.place.line.endswith("return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))")
     assert brought_back(finding).startswith("hardware-suspect: a value of layers.1.mlp.w1.weight is ")
+
+
+@pytest.mark.parametrize(
+    "fault", ["nan_act@step=1,module=layers.1.mlp.w1", "nan_grad@step=1,tensor=layers.1.mlp.w1.weight"]
+)
+def test_flex_attention_hides_no_operation(broken: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Its kernel is always compiled, and refuses to run where operations are watched: stood in for here."""
+    watched = list[bool]()
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, **_how: Any) -> torch.Tensor:
+        watched.append(bool(torch.utils._python_dispatch._get_current_dispatch_mode()))  # pyright: ignore[reportAttributeAccessIssue]
+        assert not watched[-1], "not to be watched"
+        with attention.plainly():
+            return attention.attend(q, k, v, backend="flex", mask=block_mask)
+
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: kernel)
+    monkeypatch.setattr(attention, "obstacle", lambda *_: "")
+    finding = broken(fault, **{"model.attention_backend": "flex", "model.compile": "off"})
+    assert finding.place.module == "layers.1.mlp.w1"
+    assert finding.place.operation.startswith("fill")
+    assert watched
+    assert not any(watched)
+    brought_back(finding)
 
 
 def test_the_loss_scale_of_the_step_and_then_the_one_it_has_now() -> None:

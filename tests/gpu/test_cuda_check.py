@@ -21,6 +21,7 @@ from lockstep.check import audit, probes, records
 from lockstep.check.errand import FILE, Errand
 from lockstep.check.records import Card, Replica, Work, Workload
 from lockstep.check.workloads import GIB, MADE, prepare_all, workloads
+from lockstep.health.finding import Place
 from lockstep.health.records import chain_of, first_tensor
 from tests.check import tiny
 
@@ -169,19 +170,25 @@ def test_a_flipped_bit_in_the_memory_pattern_is_seen(together: Callable[..., lis
 
 
 def test_the_audit_names_what_does_not_repeat(tmp_path: Path, rows: Path) -> None:
-    chosen = workload(SHORT, 2)
+    """cuDNN's dQ hardly ever repeats (house 12.11): once in a few audits is the least."""
+    chosen = workload(FULL, 2)
     prepare_all([chosen], rows)
     own = Errand(Card(0, 0), DEVICE, (chosen,), tmp_path, rows)
     tell("audit", list(audit.run(own)))
-    found = audit.audit(chosen, own, torch.device(DEVICE))
-    assert found.blocks.count > 20
-    assert not found.blocks.obstacle
-    assert not found.operations.obstacle
-    if found.facts["attention"] == "cudnn":  # its dQ differs in every run (house 12.11)
-        first = found.operations.origins[0]
-        assert first.phase == "backward"
-        assert "attention" in first.operation.lower()
-        assert first.module.endswith("attention")
-        assert found.blocks.origins[0].phase == "backward"
+    blamed = list[Place]()
+    for _ in range(1 if ON_CPU else 4):
+        found = audit.audit(chosen, own, torch.device(DEVICE))
+        assert found.blocks.count > 20
+        assert not found.blocks.obstacle
+        assert not found.operations.obstacle
+        blamed += found.operations.origins[:1]
+        assert all(origin.phase == "backward" for origin in found.blocks.origins)
     if ON_CPU:
-        assert not found.operations.differ
+        assert not blamed
+        return
+    assert found.facts["attention"] == "cudnn"
+    assert blamed
+    for origin in blamed:
+        assert origin.phase == "backward"
+        assert "attention" in origin.operation.lower()
+        assert origin.module.endswith("attention")

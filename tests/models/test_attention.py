@@ -218,3 +218,16 @@ def test_a_block_is_one_graph_for_the_compiler(backend: str) -> None:
     block.compile(backend="aot_eager", fullgraph=True)
     assert torch.allclose(block(x, cos, sin, None), expected, atol=1e-6)
     torch.compiler.reset()
+
+
+def test_flex_attention_can_be_watched_when_run_plainly() -> None:
+    """Its own kernel lets nobody look at single operations; by the plain maths it is the same attention."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 160, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = attention.causal_block_mask(160, torch.device("cpu"))
+    with attention.plainly():
+        found = attention.attend(q, k, v, backend="flex", mask=mask)
+    expected = attention.attend(q, k, v, backend="native_math")
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert not torch.allclose(found, attention.attend(q, k, v, backend="native_math", causal=False), atol=1e-3)
+    assert not attention._plain

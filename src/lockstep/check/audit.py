@@ -235,7 +235,7 @@ class Watch(TorchDispatchMode):
 
 def _operations(ready: Ready) -> list[Computed]:
     """Eagerly: hooks and operations inside a compiled block cannot be seen."""
-    around = Surroundings()
+    around = Surroundings(ready.stepper.model)
     watch = Watch(around)
     with contextlib.ExitStack() as closing:
         for block in _named_blocks(ready.stepper.model).values():

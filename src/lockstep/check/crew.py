@@ -23,7 +23,7 @@ from lockstep.launch.children import Child, Inbox, Proc
 from lockstep.launch.failure import End
 from lockstep.launch.output import LogFile, Output
 from lockstep.launch.reaper import Reaper
-from lockstep.runtime import scrub
+from lockstep.runtime import memory_limits, scrub
 from lockstep.runtime.signals import EXIT_CODES
 
 LOG = "log.txt"
@@ -75,7 +75,7 @@ class Member:
         self.place = Place()
         self.grew = time.monotonic()
         self.silent_seconds = 0.0  # > 0: it was ended for that
-        self._kills = processes.memory_kills()
+        self._kills = memory_limits.kills()
         self._killed = 0.0
         self._read_bytes = 0
 
@@ -123,9 +123,9 @@ class Member:
         if self.child.code is None:
             return Ending(None, "cannot be killed: it is stuck inside the driver", tail)
         end = End(0, self.child.code, self.child.by_signal)
-        _, cause = failure.explain_end(end, kills_before=self._kills, kills_after=processes.memory_kills())
+        found = failure.explain_end(end, work=self.task.folder, kills_before=self._kills)
         said = f" ({tail[-1].strip()[:200]})" if tail and not self.child.by_signal else ""
-        return Ending(self.child.code, f"{cause}{said}", tail)
+        return Ending(self.child.code, f"{found.cause}{said}", tail)
 
 
 class Crew:

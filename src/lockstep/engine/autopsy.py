@@ -21,6 +21,7 @@ from lockstep.engine.parts import Parts
 from lockstep.engine.step import Reading, Stepper
 from lockstep.health.finding import Finding, Place, Table, bad_tables, kind_of
 from lockstep.health.locate import Subject, locate
+from lockstep.models.attention import plainly
 from lockstep.runtime import env
 from lockstep.runtime.parallel import Sharded
 
@@ -152,7 +153,7 @@ def find_place(stepper: Stepper, bad: BadStep, again: Again) -> Place | None:
         lambda: stepper.again(bad.step, bad.batches, bad.weights, first_place=bad.first_place),
         inputs=named_inputs(bad.batches),
         sharded=sharded,
-        operations=not (sharded and getattr(stepper.model, "attention", "") == "flex"),  # one process may try
+        plainly=plainly,
         beat=lambda: stepper.link.enter("forward"),
     )
     return locate(subject)

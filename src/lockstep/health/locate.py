@@ -50,7 +50,7 @@ class Subject:
     again: Again
     inputs: Sequence[tuple[str, torch.Tensor]] = ()
     sharded: bool = False
-    operations: bool = True  # False: kernels that cannot be watched from inside
+    plainly: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # around an eager block
     beat: Callable[[], object] = lambda: None
 
     @property
@@ -65,9 +65,9 @@ def locate(subject: Subject) -> Place | None:
     try:
         place = _eager_place(subject, guilty)
     except Exception as error:  # without the compiler there may be too little memory
-        if subject.sharded or guilty is None:
+        if subject.sharded:
             raise
-        logger.debug("Inside %s nothing can be seen: %s", guilty.block, error)
+        logger.debug("Inside %s nothing can be seen: %s", guilty.block if guilty else "the model", error)
         return guilty
     if guilty is None:
         return place
@@ -147,9 +147,9 @@ def _has(names: Sequence[str], block: str) -> bool:
 
 
 def _eager_place(subject: Subject, guilty: Place | None) -> Place | None:
-    """By operation; by module alone where a kernel cannot be watched from inside (flex)."""
+    """By operation; by module alone where a kernel cannot be watched from inside."""
     try:
-        return _by_operation(subject, guilty, operations=subject.operations)
+        return _by_operation(subject, guilty, operations=True)
     except Exception as error:
         if subject.sharded:
             raise
@@ -168,7 +168,7 @@ def _by_operation(subject: Subject, guilty: Place | None, *, operations: bool) -
     with contextlib.ExitStack() as closing:
         closing.enter_context(_counting(subject.model, around))
         for name, block in blocks.items():
-            eager = eagerly(block)
+            eager = eagerly(block, subject.plainly)
             if not only:
                 closing.enter_context(called_by(block, eager))
             elif name == only:
@@ -320,14 +320,15 @@ def own_call(block: nn.Module) -> Callable[..., Any]:
     return compiled if compiled is not None else block._call_impl
 
 
-def eagerly(block: nn.Module) -> Callable[..., Any]:
+def eagerly(
+    block: nn.Module, plainly: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+) -> Callable[..., Any]:
     """The same without the compiler. In shards it is the forward alone that was compiled."""
     call: Any = block._call_impl
-    if not hasattr(block.forward, "_torchdynamo_orig_callable"):
-        return call
+    inside = hasattr(block.forward, "_torchdynamo_orig_callable")
 
     def eager(*args: Any, **named: Any) -> Any:
-        with torch.compiler.set_stance("force_eager"):
+        with plainly(), torch.compiler.set_stance("force_eager") if inside else contextlib.nullcontext():
             return call(*args, **named)
 
     return eager
