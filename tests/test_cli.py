@@ -215,9 +215,9 @@ def test_a_slip_in_a_flag_is_recognised(lockstep: Run, words: list[str], meant: 
 
 
 def test_a_flag_of_a_later_version_is_no_setting(lockstep: Run) -> None:
-    result = lockstep("train", "llama", "tiny", "--canonical")
+    result = lockstep("train", "llama", "tiny", "--wandb")
     assert result.code == 2
-    assert result.err.startswith("lockstep: error: --canonical: no such flag of lockstep train")
+    assert result.err.startswith("lockstep: error: --wandb: no such flag of lockstep train")
 
 
 def test_negative_numbers_are_values(lockstep: Run) -> None:

@@ -283,7 +283,7 @@ def test_the_cache_is_emptied_when_due(
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     council = SimpleNamespace(
-        fetch=lambda *_: [], agreed=SimpleNamespace(stop=None, tokens=0, weights={}), look_ahead=lambda *_: None
+        fetch=lambda *_: [], agreed=SimpleNamespace(stop=None, tokens=0, weights={}), look_ahead=lambda *_, **__: None
     )
     parts: Any = SimpleNamespace(
         config=loaded({"system.empty_cache_interval": interval}).config,
@@ -296,6 +296,7 @@ def test_the_cache_is_emptied_when_due(
         stopping=False,
         stepper=SimpleNamespace(launch=lambda *_: None, waited_seconds=0.0),
         pace=SimpleNamespace(own=0.0),
+        saver=SimpleNamespace(ended=0),
         is_over=lambda done: done >= 10,
     )
     for step in range(10):

@@ -40,6 +40,7 @@ SHORTS = (
     Short("--data-path", "local text to train on; ad: folder of histories", "PATH"),
     Short("--gradient-checkpointing", "less memory, more work"),
     Short("--deterministic", "same bits in every run"),
+    Short("--canonical", "also on 1, 2, 4 and 8 workers"),
     Short("--profile", "trace a few steps"),
     Short("--experiment-name", "for file names and logs", "NAME"),
     Short("--log-all-ranks", "show the lines of every worker"),

@@ -88,7 +88,13 @@ def train(arguments: Namespace, settings: list[Setting]) -> int:
 
 
 def resume(arguments: Namespace, settings: list[Setting]) -> int:
-    """Go on with a run, with the settings it was started with."""
+    """Go on with a run, with the settings it was started with; or only prove that this gives the same bits."""
+    if arguments.prove:
+        from lockstep.proving import prove
+
+        return prove(arguments, settings)
+    if arguments.steps is not None:
+        raise ConfigError("is for a proof", where="--steps", hint="--prove too, or --max-steps")
     from lockstep.config.load import load_run
     from lockstep.home import find_run, root_of
     from lockstep.runtime.devices import check_asked
@@ -204,6 +210,13 @@ def check(arguments: Namespace, _: list[Setting]) -> int:
             timeout_seconds=arguments.timeout,
         )
     )
+
+
+def diff(arguments: Namespace, _: list[Setting]) -> int:
+    """Say in what two runs differ, and since when."""
+    from lockstep.comparing import diff as compare
+
+    return compare(_found(arguments.run_a), _found(arguments.run_b), json=arguments.json)
 
 
 def doctor(arguments: Namespace, _: list[Setting]) -> int:
@@ -322,13 +335,14 @@ def families(_: Namespace, __: list[Setting]) -> int:
 
 VERBS: dict[str, tuple[str, Verb]] = {
     "train": ("train a model: lockstep train llama demo", train),
-    "resume": ("go on with a run, exactly where it stopped", resume),
+    "resume": ("go on with a run, exactly where it stopped; --prove: show that the bits are the same", resume),
     "prepare": ("prepare a dataset; --list, --verify, --clean", prepare),
     "collect": ("make the histories that agents learn from: lockstep collect ad demo", collect),
     "status": ("show how runs stand, without touching them", status),
     "logs": ("show what the workers said: --gpu 2 --follow", logs),
     "stop": ("let a run save and end", stop),
     "check": ("let every GPU train the same and compare the bits: PASS, FAIL or UNDECIDED for each", check),
+    "diff": ("say in what two runs differ: settings, versions, data, first step and tensor", diff),
     "doctor": ("check whether this machine can train", doctor),
     "replay": ("run a step that was NaN again, from its bundle, and say why", replay),
     "script": ("print a script for slurm, torchrun, accelerate or k8s", script),

@@ -145,7 +145,8 @@ def probe(config: RunConfig) -> Probe:
         model = build(
             config.model.model_copy(update={"init": "random"}), planned.shape, device=device, seed=0,
             dtype_name=training.precision, checkpointing=config.system.gradient_checkpointing, debug=True,
-            deterministic=config.system.deterministic, documents_apart=config.data.documents in ("masked", "padded"),
+            deterministic=bool(config.system.deterministic),
+            documents_apart=config.data.documents in ("masked", "padded"),
         ).model  # fmt: skip
         precision = Precision(training.precision, device)
         lengths, is_all = look(config.data)

@@ -17,7 +17,7 @@ from lockstep.arguments import without
 from lockstep.errors import ConfigError, ExitCode, Stopped
 from lockstep.guard import say
 from lockstep.runtime import devices, env
-from lockstep.runtime.grid import grid
+from lockstep.runtime.grid import check_canonical, grid
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -93,6 +93,9 @@ def _launch(loaded: Loaded, asked: Start) -> int:
     alone = len(gpus) == 1 and nodes == 1
     if loaded.config.system.mode == "hsdp" and not alone:
         grid("hsdp", world=len(gpus) * nodes, nodes=nodes)  # refuses what cannot be divided, before anything starts
+    if (config := loaded.config).system.canonical:  # a run that goes on works its micro-batches out anew
+        count = None if config.checkpoint.resume else config.training.grad_accum_nums
+        check_canonical(world=len(gpus) * nodes, micro_batches=count)
     if asked.how == "inline" and not alone:
         count = f"{nodes} x {len(gpus)}" if nodes > 1 else f"{len(gpus)}"
         raise ConfigError(f"inline is one process, {count} workers were asked for", where="--launch", hint="--gpus 1")

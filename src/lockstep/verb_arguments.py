@@ -39,6 +39,11 @@ def _train(parser: Parser) -> None:
 def _resume(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, its name, latest, or one checkpoint of it")
     parser.flag("--debug", "full tracebacks")
+    group = parser.add_argument_group("a proof, which only reads the run")
+    parser.flag("--prove", "make the steps before the checkpoint again and compare every bit: 0 equal, 1 not",
+                group=group)  # fmt: skip
+    parser.flag("--steps", "at least so many (those since the checkpoint before)", metavar="K", type=whole(1),
+                group=group)  # fmt: skip
     parser.add_shorts()
     parser.add_launch()
 
@@ -155,6 +160,12 @@ def _check(parser: Parser) -> None:
     parser.flag("--schema", "print the JSON Schema of check.json")
 
 
+def _diff(parser: Parser) -> None:
+    for place in ("a", "b"):
+        parser.add_argument(f"run_{place}", metavar=f"RUN_{place.upper()}", help="a run, its name, or latest")
+    parser.flag("--json", "as JSON")
+
+
 def _doctor(parser: Parser) -> None:
     parser.flag("--json", "as JSON")
     parser.flag("--network", "also ask whether the hub answers")
@@ -219,6 +230,7 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "logs": _logs,
     "stop": _stop,
     "check": _check,
+    "diff": _diff,
     "doctor": _doctor,
     "replay": _replay,
     "script": _script,

@@ -214,9 +214,9 @@ def test_the_tokenizer_survives_a_cleared_cache(in_dir: Path, lockstep: Cli, mon
 
     save = loop.save
 
-    def clear_then_save(*args: Any) -> None:
+    def clear_then_save(*args: Any, **options: Any) -> None:
         shutil.rmtree(in_dir / "mine", ignore_errors=True)
-        save(*args)
+        save(*args, **options)
 
     monkeypatch.setattr(loop, "save", clear_then_save)
     assert lockstep(*TINY, "--name", "a", "data.cache_dir=mine").code == 0

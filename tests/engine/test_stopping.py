@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lockstep import rundir
-from lockstep.engine import loop, train
+from lockstep.engine import loop, saving, train
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.parts import Parts
+from lockstep.engine.saving import Pulse
 from lockstep.errors import Stopped
 from lockstep.launch.link import Link
 from lockstep.report.jsonl import EventSink
@@ -139,13 +140,18 @@ def test_the_documented_file_and_the_sample_show_signs_of_life(
     in_dir: Path, lockstep: Cli, marks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before: dict[str, int] = {}
-    draw = train.draw_sample
+    pulses, draw = list[Pulse](), train.draw_sample
 
     def noted(*args: Any) -> str:
         before["evaluate"] = marks.count("evaluate")
-        before["save"] = marks.count("save")
+        before["save"] = sum(pulse.count for pulse in pulses)
         return draw(*args)
 
+    def made() -> Pulse:  # of the thread that writes; who waits for it passes them on (test_saving.py)
+        pulses.append(Pulse())
+        return pulses[-1]
+
+    monkeypatch.setattr(saving, "Pulse", made)
     monkeypatch.setattr(train, "draw_sample", noted)
     sample = ("report.sample_prompt=Once", "report.sample_tokens=9", "training.checkpoint_dir=documented")
     assert lockstep(*TINY, *sample).code == 0

@@ -11,8 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -20,7 +18,8 @@ import torch
 from lockstep import rundir
 from lockstep.engine import checkpoint, legacy
 from lockstep.engine.checkpoint import Checkpointer, State
-from lockstep.engine.step import Stepper
+from lockstep.engine.saving import Saver
+from lockstep.engine.snapshot import Snapshot
 from lockstep.errors import LockstepError
 from lockstep.runtime.marks import NoMarks
 
@@ -57,6 +56,19 @@ class InPlace(Checkpointer):
             super().save(step, state)
         rundir.seal(self.folder / IN_PLACE)
         return self.folder / IN_PLACE
+
+
+class Aside(Checkpointer):
+    """As the loop saves: a thread writes a copy, and the state changes meanwhile."""
+
+    def save(self, step: int, state: State) -> Path:
+        saver = Saver(Checkpointer(self.folder, keep_last=self.keep_last), Snapshot(torch.device("cpu")))
+        saver.begin(step, state)
+        for tensor in (*state.model.values(), *state.optimizer.values()):
+            tensor.fill_(-1.0)
+        saved = saver.land(NoMarks())
+        assert saved
+        return saved.path
 
 
 def serve() -> None:
@@ -106,13 +118,14 @@ def kill_while_saving(
         yield folder, int(acknowledged)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(8, id="8"), pytest.param(200, id="200", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saver", [Checkpointer, Aside])
+@pytest.mark.parametrize("kills", [pytest.param(6, id="6"), pytest.param(200, id="200", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_sigkill_while_saving_loses_nothing_acknowledged(
-    server: subprocess.Popen[str], kills: int, tmp_path: Path
+    server: subprocess.Popen[str], kills: int, saver: type[Checkpointer], tmp_path: Path
 ) -> None:
     unfinished = 0
-    for folder, acknowledged in kill_while_saving(server, kills, tmp_path, Checkpointer):
+    for folder, acknowledged in kill_while_saving(server, kills, tmp_path, saver):
         newest = Checkpointer(folder, keep_last=2).latest()
         assert newest is not None, f"{folder.name}: nothing can be loaded"
         assert check_whole(newest) >= acknowledged, f"{folder.name}: an acknowledged save is lost"
@@ -136,12 +149,12 @@ class Documented(Checkpointer):
     """Writes the documented .pt file instead, always under one name, as `.checkpoints/step_<N>.pt` is rewritten."""
 
     def save(self, step: int, state: State) -> Path:
-        optimizer = SimpleNamespace(state_dict=lambda: dict(state.optimizer), lr=torch.zeros(()))
-        stepper = SimpleNamespace(optimizer=optimizer, link=NoMarks())
+        plain = legacy.Plain([("a", ["exp_avg"])], [], torch.tensor(float(step)), 0.0)
         run = {**state.run, "applied_steps": step, "loss_scale": None}
         run["progress"] = {"step": step, "best_loss": None}
-        whole = State(state.model, state.optimizer, run)
-        return legacy.write(self.folder / "step.pt", cast("Stepper", stepper), whole, epoch=0, config={})
+        whole, path = State(state.model, state.optimizer, run), self.folder / "step.pt"
+        legacy.put(path, plain, whole, epoch=0, config={}, link=NoMarks())
+        return path
 
 
 @pytest.mark.parametrize("kills", [pytest.param(6, id="6"), pytest.param(100, id="100", marks=pytest.mark.slow)])

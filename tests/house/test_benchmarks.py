@@ -56,6 +56,15 @@ def test_a_start_over_any_limit_is_exit_1(
     assert all(f"{limit} " in row("start") for limit in spent.values())
 
 
+def test_a_save_over_its_limit_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("checkpoint")
+    for limit, unit in ((module.CPU_LIMIT, "plain copies"), (module.CUDA_LIMIT_SECONDS, "s")):
+        assert module.verdict(limit * 0.99, limit, unit) == 0
+        assert module.verdict(limit * 1.01, limit, unit) == 1
+        assert "TOO SLOW: a save stalls" in capsys.readouterr().out
+        assert f"{limit:g} {unit}" in row("checkpoint").rpartition(" | ")[2]
+
+
 def test_a_report_over_its_limit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     module = script("report")
     for what, limit in module.LIMITS.items():

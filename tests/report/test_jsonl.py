@@ -82,7 +82,49 @@ def test_a_resume_voids_what_came_after_its_step(tmp_path: Path, record) -> None
     assert [event["kind"] for event in events if event["kind"] not in ("step", "eval")] == [
         "start", "save", "resume", "end",
     ]  # fmt: skip
-    assert len(lines(path)) == len(events) + 3  # the file itself keeps all
+    assert lines(path) == events, "the file itself has every step once"
+
+
+def test_what_is_written_again_is_cut_out_of_a_long_file(tmp_path: Path, record) -> None:
+    """However far back it lies, what came before keeps its bytes; how the run failed stays, and does not count."""
+    path = tmp_path / "events.jsonl"
+    first = EventSink(path)
+    for step in range(1000):
+        first.write(record(step))
+    first.event("fault", {"step": 1000, "cause": "x"})
+    first.close()
+    before = path.read_bytes()
+    for done in (999, 500, 3):
+        path.write_bytes(before)
+        again = EventSink(path)
+        again.event("start", {"step": done})
+        again.event("resume", {"step": done})
+        again.write(record(done))
+        again.close()
+        kept = before.split(b"\n")[:done]
+        assert path.read_bytes().split(b"\n")[:done] == kept
+        assert [event["kind"] for event in lines(path)[done:]] == ["fault", "start", "resume", "step"]
+        assert [event["step"] for event in read_events(path) if event["kind"] == "step"] == list(range(done + 1))
+        assert not [event for event in read_events(path) if event["kind"] == "fault"]
+
+
+def test_a_run_that_was_over_is_measured_once(tmp_path: Path, record) -> None:
+    """Who goes on from the end measures again; control: another step's measurement is not touched."""
+    path = tmp_path / "events.jsonl"
+    for attempt in range(3):
+        sink = EventSink(path)
+        if attempt:
+            sink.event("resume", {"step": 2})
+        else:
+            for step in range(2):
+                sink.write(record(step))
+                sink.event("eval", {"step": step + 1, "val_loss": 1.0})
+        sink.event("eval", {"step": 2, "val_loss": 2.0 + attempt}) if attempt else None
+        sink.event("end", {"step": 2, "exit_code": 0})
+        sink.close()
+    told = [(event["step"], event["val_loss"]) for event in lines(path) if event["kind"] == "eval"]
+    assert told == [(1, 1.0), (2, 4.0)]
+    assert len([event for event in lines(path) if event["kind"] == "end"]) == 3
 
 
 def test_a_torn_last_line_is_left_out_and_not_built_upon(tmp_path: Path, record) -> None:

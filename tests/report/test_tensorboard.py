@@ -54,6 +54,22 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path, record) -> None:
     }  # fmt: skip
 
 
+def test_a_run_that_was_over_is_drawn_once(tmp_path: Path) -> None:
+    """Who goes on from the end measures again, and has the same point; control: a tag that is new is drawn."""
+    sink = TensorboardSink(tmp_path)
+    sink.event("eval", {"step": 6, "val_loss": 2.5})
+    sink.close()
+    for _ in range(2):
+        again = TensorboardSink(tmp_path)
+        again.event("resume", {"step": 6})
+        again.event("eval", {"step": 6, "val_loss": 2.5, "val_accuracy": 0.5})
+        again.event("eval", {"step": 7, "val_loss": 2.0})
+        again.close()
+    found = read_back(tmp_path)
+    assert found["eval/val_loss"] == [(5, 2.5), (6, 2.0)]
+    assert found["eval/val_accuracy"] == [(5, 0.5)]
+
+
 def test_evaluations_are_read_back_too(tmp_path: Path) -> None:
     sink = TensorboardSink(tmp_path)
     sink.event("eval", {"step": 6, "val_loss": 2.5, "val_accuracy": 0.5, "note": "text", "flag": True})

@@ -49,7 +49,7 @@ class Setting:
             return None
         if text in self.words:
             return text
-        if self.types == frozenset({"boolean"}) and text.lower() in SWITCH_WORDS:
+        if "boolean" in self.types and text.lower() in SWITCH_WORDS:
             return SWITCH_WORDS[text.lower()]
         if self.types & {"integer", "number", "boolean"}:
             return reader.scalar(text) if text else text

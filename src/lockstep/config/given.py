@@ -12,6 +12,8 @@ from lockstep.errors import ConfigError
 
 SHORT_FLAGS = {"name": ("run", "name"), "checkpoint": ("checkpoint", "resume")}  # those that a plain look-up would miss
 
+CANONICAL = ("canonical",)  # the switch that is a value of system.deterministic
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -76,6 +78,8 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
     path = tuple(_plain(part) for part in key.split("."))
     flag = f"--{key}"
     path = SHORT_FLAGS.get(path[-1], path) if len(path) == 1 else path
+    if path == CANONICAL and text in (None, "true", "false"):
+        path, text = ("system", "deterministic"), "false" if text == "false" else CANONICAL[0]
     if text is None and path[-1].removeprefix("no_") in _switches(known):  # --no-streaming
         path, text = (*path[:-1], path[-1].removeprefix("no_")), "false" if path[-1].startswith("no_") else None
     if len(path) == 1 and renames.moved(path) is None and renames.retired(path, known.family) is None:
@@ -90,11 +94,16 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
 def flag_words(family: str) -> set[str]:
     """Every word without a section that is a setting as a flag, or was one once."""
     known = {path[-1] for path in (*catalog(family).settings, *renames.JOINT, *renames.RETIRED)}
-    return known | renames.plain_words(family) | {*SHORT_FLAGS} | {f"no_{name}" for name in _switches(catalog(family))}
+    return (
+        known
+        | renames.plain_words(family)
+        | {*SHORT_FLAGS, *CANONICAL}
+        | {f"no_{name}" for name in _switches(catalog(family))}
+    )
 
 
 def _switches(known: Catalog) -> set[str]:
-    return {path[-1] for path, setting in known.settings.items() if setting.types == frozenset({"boolean"})}
+    return {path[-1] for path, setting in known.settings.items() if "boolean" in setting.types}
 
 
 def from_overrides(overrides: Mapping[str, Any], known: Catalog) -> list[Given]:

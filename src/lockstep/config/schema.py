@@ -34,6 +34,7 @@ class RunConfig(Section, frozen=True):
     def check(self) -> None:
         """Refuse what each section allows, and the family cannot do."""
         self.objective.check(self.data.documents)
+        self.system.check()
 
 
 def _family(name: str) -> Any:

@@ -15,10 +15,8 @@ from lockstep.engine.checkpoint import State
 from lockstep.engine.epoch_files import WRAPPED, moments_of
 from lockstep.engine.legacy import EXTRA_KEY
 from lockstep.engine.progress import Progress
-from lockstep.engine.step import Stepper
 from lockstep.errors import DataError
-from lockstep.runtime.group import Group
-from lockstep.runtime.parallel import whole
+from lockstep.runtime.marks import Marks
 
 logger = logging.getLogger(__name__)
 
@@ -41,30 +39,20 @@ def _all(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in named if match and path.is_file()}
 
 
-def write(folder: Path, stepper: Stepper, state: State, *, config: Mapping[str, Any], group: Group) -> Path:
-    """The file of this step, all of it or nothing; only then do the others go. All ranks call it, rank 0 writes."""
-    step, first = int(state.run["progress"]["step"]), group.rank == 0
-    path = file_of(folder, step)
-    tensors = ((name, whole(tensor)) for name, tensor in state.model.items())
-    weights, optimizer = legacy.gathered(stepper, state, tensors, keep=first)
-    rate = stepper.optimizer.lr.item()
+def write(path: Path, plain: legacy.Plain, state: State, *, config: Mapping[str, Any], link: Marks) -> None:
+    """The file of this step, all of it or nothing; only then do the others go. By the rank that has the whole state."""
     content = {
-        "step": step,
+        "step": int(state.run["progress"]["step"]),
         "config": dict(config),
-        "model": weights,
-        "optimizer": optimizer,
-        "lr_sched": {"last_epoch": state.run["applied_steps"], "_last_lr": [rate]},
+        "model": legacy.on_cpu(state.model),
+        "optimizer": plain.optimizer(state),
+        "lr_sched": plain.scheduler(state),
         EXTRA_KEY: state.run,
     }
-
-    def publish() -> None:
-        legacy.publish(path, content, link=group.told(stepper.link))
-        for other in (*_all(folder).values(), *folder.glob("ckpt-*.pt.tmp-*")):  # also what a kill has left
-            if other != path:
-                other.unlink(missing_ok=True)
-
-    group.together(publish)
-    return path
+    legacy.publish(path, content, link=link)
+    for other in (*_all(path.parent).values(), *path.parent.glob("ckpt-*.pt.tmp-*")):  # also what a kill has left
+        if other != path:
+            other.unlink(missing_ok=True)
 
 
 def is_one(content: object) -> bool:

@@ -39,6 +39,8 @@ from lockstep.engine.feed import Feed
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared, check_same, prepare
 from lockstep.engine.progress import Progress
+from lockstep.engine.saving import Saver
+from lockstep.engine.snapshot import Snapshot
 from lockstep.engine.step import Stepper
 from lockstep.errors import ConfigError
 from lockstep.health.finite import GradientWatch
@@ -47,7 +49,9 @@ from lockstep.models.build import Built
 from lockstep.models.build import build as build_model
 from lockstep.models.shapes import AnyShape
 from lockstep.rundir import RunDir
-from lockstep.runtime import env, faults, hub, precision
+from lockstep.runtime import determinism, devices, env, faults, hub, precision
+from lockstep.runtime.canonical import Canonical
+from lockstep.runtime.grid import check_canonical
 from lockstep.runtime.group import Group
 from lockstep.runtime.hardware import device_name, peak_flops
 from lockstep.runtime.marks import Marks, NoMarks
@@ -117,6 +121,16 @@ def describe(plan: Plan, data_key: str, *, world: int = 1) -> dict[str, Any]:
     }
 
 
+def kernels(plan: Plan, built: Built) -> dict[str, Any]:
+    """What decides whether the bits of a state can be had again: its label says it in words."""
+    deterministic = plan.config.system.deterministic
+    return {
+        "determinism": determinism.label(plan.device, deterministic=deterministic),
+        "attention": built.attention,
+        "compiled": built.compiled,
+    }
+
+
 def versions() -> dict[str, str]:
     """The software that computed a state."""
     return {
@@ -125,6 +139,7 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda or ""),
         "cudnn": str(torch.backends.cudnn.version() or "") if torch.cuda.is_available() else "",
+        "driver": devices.driver_version() if torch.cuda.is_available() else "",
     }
 
 
@@ -163,7 +178,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         logger.warning("%s", notice)
     plan, options = replace(plan, config=counted), counted.training
     stepper, built = make_stepper(plan, group, link)
-    about |= adapters.about_base(stepper.model)
+    about |= adapters.about_base(stepper.model) | kernels(plan, built)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
@@ -179,7 +194,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         progress=progress,
         batches=iter(loader),
         validation=make_validation(plan, prepared, group, batch_rows=about["batch_rows"]),
-        checkpointer=make_checkpointer(plan, run, prepared, stepper, told),
+        saver=make_saver(plan, run, prepared, stepper),
         sinks=sinks,
         stop=stop,
         faults=stepper.faults,
@@ -220,18 +235,19 @@ def _with_saved_batch(
     return config
 
 
-def make_checkpointer(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper, link: Marks) -> Checkpointer:
-    """Where this run saves, alone or in shards; `link` hears of it."""
+def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper) -> Saver:
+    """Who saves this run, alone or in shards, while training goes on."""
     checkpointer = Checkpointer(
         run.checkpoints,
         keep_last=plan.config.checkpoint.keep_last,
         extra_files=tokenizer_files(prepared),
-        group=stepper.council.group,
+        group=stepper.council.group.beside(),
         sharded=isinstance(stepper.exchange, Sharded),
         writes=getattr(stepper.exchange, "writes", True),
     )
-    checkpointer.link = link
-    return checkpointer
+    saver = Saver(checkpointer, Snapshot(plan.device))
+    stepper.before_change = saver.snapshot.before_change
+    return saver
 
 
 def make_stepper(
@@ -255,9 +271,14 @@ def make_stepper(
     )
     stepper.watch = GradientWatch(config.report.log_interval) if config.debug.enabled else None
     exchange: Exchange = sharded or Alone(stepper.parameters)
-    if group.world > 1 and not sharded:
+    if not sharded and (group.world > 1 or config.system.canonical):
         trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
-        exchange = Reducer(trained, group, overlap=not planned_faults.spoil_gradients)
+        count, overlap = config.training.grad_accum_nums, not planned_faults.spoil_gradients
+        if config.system.canonical:
+            check_canonical(world=group.world, micro_batches=count)
+            exchange = Canonical(trained, group, micro_batches=count, overlap=overlap)
+        else:
+            exchange = Reducer(trained, group, overlap=overlap)
     stepper.connect(exchange, Council(plan.objective.terms, group), link)
     return stepper, built
 
@@ -272,7 +293,7 @@ def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None) -> Bu
         dtype_name=config.training.precision,
         seed=config.system.seed,
         checkpointing=config.system.gradient_checkpointing,
-        deterministic=config.system.deterministic,
+        deterministic=bool(config.system.deterministic),
         debug=config.debug.enabled,
         documents_apart=config.data.documents in ("masked", "padded"),
         token=hub_token(config),
@@ -342,16 +363,11 @@ def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkp
     rows = world * micro * count
     if saved_rows is None or saved_rows == rows:
         return
-    ways = (
-        ("--gpus {}", micro * count),
-        ("--training.grad-accum-nums {} --checkpoint.allow-mismatch true", micro * world),
-    )
-    fits = [flags.format(saved_rows // one) for flags, one in ways if saved_rows % one == 0]
     raise ConfigError(
         f"the checkpoint has {saved_rows} rows in each global batch, this run {rows}: {world} workers x batch_size "
         f"{micro} x grad_accum_nums {count}",
         where=str(checkpoint),
-        hint=" or ".join(fits) or f"workers x batch_size x grad_accum_nums must be {saved_rows}",
+        hint=epochs.counts_that_fit(saved_rows, config, near=world),
     )
 
 

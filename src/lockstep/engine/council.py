@@ -1,4 +1,4 @@
-"""What all ranks agree on before each step: the weight of the global batch, its tokens, and whether to stop.
+"""What all ranks agree on before each step: the weight of the global batch, its tokens, whether to stop, saves.
 
 One small sum over ranks per step, on the host and one step ahead: it is begun when a step has been launched and read
 when the next one is, so that no step waits for it.
@@ -35,6 +35,7 @@ class Agreed:
     weights: Mapping[str, int]  # loss term -> targets in the global batch
     tokens: int
     stop: signal.Signals | None = None
+    saves: int = 0  # that have ended, on all ranks together
 
 
 class Council:
@@ -48,6 +49,7 @@ class Council:
         self._ahead: list[Batch] | Exception | None = None
         self._sum: Sum | None = None
         self._stop = StopRequest()
+        self._saves = 0
 
     def fetch(self, source: Iterator[list[Batch]], stop: StopRequest) -> list[Batch]:
         """This rank's micro-batches of the step at hand. What went wrong for a step is raised at that step."""
@@ -81,11 +83,14 @@ class Council:
             self.agreed = agreed
         return self.agreed
 
-    def look_ahead(self, source: Iterator[list[Batch]], stop: StopRequest) -> None:
-        """Fetch the next step's batches and begin to agree on it. Call it once the step before was launched."""
+    def look_ahead(self, source: Iterator[list[Batch]], stop: StopRequest, *, saves: int = 0) -> None:
+        """Fetch the next step's batches and begin to agree on it. Call it once the step before was launched.
+
+        `saves`: how many have ended here so far, well or badly.
+        """
         if self.alone:
             return
-        self._stop = stop
+        self._stop, self._saves = stop, max(self._saves, saves)
         try:
             self._ahead = next(source)
         except Exception as error:
@@ -106,7 +111,7 @@ class Council:
         tokens = sum(batch.tokens for batch in made)
         wishes = [int(wish == each) for each in SIGNALS]
         states = [int(failed), int(starved), int(waits)]
-        return self.group.control_sum([*states, *self._weights(made).values(), tokens, *wishes])
+        return self.group.control_sum([*states, self._saves, *self._weights(made).values(), tokens, *wishes])
 
     def _pause(self, section: str) -> None:
         """Between two rounds of ranks that wait for rows, none of which is stuck."""
@@ -118,7 +123,7 @@ class Council:
 
         `own`: why this rank will have no rows.
         """
-        failed, starved, waiting, *sums = begun.wait()
+        failed, starved, waiting, saves, *sums = begun.wait()
         if failed:
             error = LockstepError("another worker has no batch for this step")
             error.secondary = True  # it tells the reason itself
@@ -130,7 +135,7 @@ class Council:
             raise own or _without_rows(stop)
         if waiting:
             return None
-        return Agreed(dict(zip(self.terms, weights, strict=True)), tokens, stop)
+        return Agreed(dict(zip(self.terms, weights, strict=True)), tokens, stop, saves)
 
 
 def _without_rows(stop: signal.Signals | None) -> LockstepError:

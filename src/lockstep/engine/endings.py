@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep import rundir
 from lockstep.contracts import Sink
-from lockstep.engine import loop, replicas, shortage
+from lockstep.engine import loop, milestones, replicas, shortage
 from lockstep.engine.build import Plan
 from lockstep.engine.parts import Parts
 from lockstep.engine.present import resume_command
@@ -24,6 +24,7 @@ from lockstep.runtime.group import is_lost_peer
 logger = logging.getLogger(__name__)
 
 TRACE_LINES = 20
+PATIENCE_SECONDS = 5.0  # with a save that shows no sign of life
 KINDS: dict[type[BaseException], str] = {NonFiniteError: "nonfinite", MemoryShortageError: "memory"}
 
 
@@ -77,6 +78,8 @@ def end_badly(
         logger.warning("Training ended at step %s%s", record["step"] or 0, label)
     elif parts and parts.config.system.mode == "replicas" and not record["secondary"]:
         _attempt("comparing the replicas", _tell_differences, run, record["exit_code"])
+    if parts:  # also of a rank whose others are gone: what was begun is worth an attempt, as long as it goes on
+        _attempt("the save on its way", milestones.land, parts, patience_seconds=PATIENCE_SECONDS)
     together = alone or isinstance(error, NonFiniteError)  # what strikes every worker at once: all are here to save
     if getattr(error, "kept", False) or _is_io(error):  # what could not be written now will not be in a moment
         return
@@ -142,9 +145,9 @@ def _found(finding: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _attempt(what: str, action: Callable[..., object], *arguments: object) -> bool:
+def _attempt(what: str, action: Callable[..., object], *arguments: object, **options: object) -> bool:
     try:
-        action(*arguments)
+        action(*arguments, **options)
     except Exception as another:
         logger.error("%s failed too: %s", what, another)
         return False

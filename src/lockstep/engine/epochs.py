@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.data.stream import StreamTable
 from lockstep.engine.options import EpochTrainingOptions, TrainingOptions
+from lockstep.runtime.grid import BLOCKS
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+SHOWN_COUNTS = 4  # of workers that would fit, on either side of those there are
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,18 @@ def batch_rows(config: RunConfig, world: int) -> int:
 def with_batch(config: RunConfig, rows: int, *, world: int) -> RunConfig:
     """The same with a global batch of so many rows, on another number of workers: no micro-batch grows.
 
-    Unchanged where they cannot be shared out equally.
+    Unchanged where they cannot be shared out equally. Of canonical sums a micro-batch is what is added, and stays.
     """
-    if rows == batch_rows(config, world) or rows % world:
-        return config
     own, most = rows // world, config.training.batch_size
+    if rows == batch_rows(config, world) or rows % world or (config.system.canonical and own % most):
+        return config
     micro = max(size for size in range(1, min(own, most) + 1) if own % size == 0)
+    if micro < most and getattr(config.model, "dropout", 0):
+        logger.warning(
+            "Micro-batches of %d rows instead of %d: dropout is drawn for each of them, and will be another",
+            micro,
+            most,
+        )
     logger.info(
         "The global batch stays %d rows: %d workers x batch_size %d x grad_accum_nums %d",
         rows,
@@ -121,6 +130,19 @@ def with_batch(config: RunConfig, rows: int, *, world: int) -> RunConfig:
     )
     training = config.training.model_copy(update={"batch_size": micro, "grad_accum_nums": own // micro})
     return config.model_copy(update={"training": training})
+
+
+def counts_that_fit(rows: int, config: RunConfig, *, near: int) -> str:
+    """The numbers of workers that can keep a global batch, those around `near`; as words for a hint."""
+    share = config.training.batch_size if config.system.canonical else 1
+    able = [count for count in range(1, rows + 1) if rows % (count * share) == 0]
+    if config.system.canonical:
+        able = [count for count in able if BLOCKS % count == 0]
+    smaller, larger = [count for count in able if count < near], [count for count in able if count >= near]
+    *first, last = map(str, smaller[-SHOWN_COUNTS:] + larger[:SHOWN_COUNTS]) if able else [""]
+    if not last:
+        return f"workers x batch_size x grad_accum_nums must be {rows}"
+    return f"--gpus {', '.join(first)}{' or ' * bool(first)}{last}"
 
 
 def _with_steps(config: RunConfig, options: EpochTrainingOptions, steps: int) -> RunConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,20 +27,49 @@ EXTRA_KEY = "lockstep"  # beside the documented keys: what makes a resume from t
 NOT_EXACT = "This file holds only the documented keys: going on from it is not bit-exact"
 
 
+@dataclass(frozen=True)
+class Plain:
+    """What a documented file holds beside the tensors of a state, as it was when that was captured."""
+
+    slots: Sequence[tuple[str, Sequence[str]]]  # in optimizer order: the parameter, and what is kept for it
+    groups: Sequence[Mapping[str, Any]]
+    applied: torch.Tensor
+    lr: float
+
+    def scheduler(self, state: State) -> dict[str, Any]:
+        return {"last_epoch": state.run["applied_steps"], "_last_lr": [self.lr]}
+
+    def optimizer(self, state: State) -> dict[str, Any]:
+        """The state_dict of torch.optim.AdamW, with the moments of that state."""
+        slots = {
+            place: {"step": self.applied, **{kind: state.optimizer[f"{kind}.{name}"].cpu() for kind in kinds}}
+            for place, (name, kinds) in enumerate(self.slots)
+        }
+        return {"state": slots, "param_groups": [dict(group) for group in self.groups]}
+
+
+def plain_of(stepper: Stepper) -> Plain:
+    """That of a run, now."""
+    live = stepper.optimizer.state_dict()
+    kinds = [[kind for kind in live["state"][place] if kind != "step"] for place in sorted(live["state"])]
+    slots = list(zip(names_in_order(stepper), kinds, strict=True))
+    applied = stepper.optimizer.applied.cpu().clone()
+    return Plain(slots, live["param_groups"], applied, stepper.optimizer.lr.item())
+
+
 def write(
     path: Path, stepper: Stepper, state: State, *, epoch: int, config: dict[str, Any], group: Group | None = None
 ) -> Path:
-    """One documented file: all of it or nothing under its final name. All ranks call it, rank 0 writes."""
+    """One documented file, now: all of it or nothing under its final name. All ranks call it, rank 0 writes."""
     group = group or Group()
-    moments = stepper.optimizer.state_dict()
     if any(is_sharded(tensor) for tensor in state.model.values()):
-        state, moments = _whole(stepper, state, moments, keep=group.rank == 0)
-    about = {"epoch": epoch, "config": config}
-    group.together(lambda: _write(path, stepper, state, moments, about, link=group.told(stepper.link)))
+        state = _whole(stepper, state, keep=group.rank == 0)
+    plain, link = plain_of(stepper), group.told(stepper.link)
+    group.together(lambda: put(path, plain, state, epoch=epoch, config=config, link=link))
     return path
 
 
-def _whole(stepper: Stepper, state: State, moments: dict[str, Any], *, keep: bool) -> tuple[State, dict[str, Any]]:
+def _whole(stepper: Stepper, state: State, *, keep: bool) -> State:
     """The state put together from the shards of all ranks, on the rank that keeps it; tensor by tensor."""
 
     def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,12 +81,7 @@ def _whole(stepper: Stepper, state: State, moments: dict[str, Any], *, keep: boo
                 kept[name] = all_of_it.cpu()
         return kept
 
-    state = State(gathered(state.model), gathered(state.optimizer), state.run)
-    if keep:
-        for place, name in enumerate(names_in_order(stepper)):
-            kinds = [kind for kind in (*MOMENTS, *SCALES) if kind in moments["state"][place]]
-            moments["state"][place] |= {kind: state.optimizer[f"{kind}.{name}"] for kind in kinds}
-    return state, moments
+    return State(gathered(state.model), gathered(state.optimizer), state.run)
 
 
 def names_in_order(stepper: Stepper) -> list[str]:
@@ -79,18 +104,22 @@ class Marked:
         self._file.flush()
 
 
-def _write(
-    path: Path, stepper: Stepper, state: State, moments: dict[str, Any], about: dict[str, Any], *, link: Marks
-) -> None:
+def on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a file holds loads anywhere."""
+    return {name: tensors[name].cpu() for name in tensors}
+
+
+def put(path: Path, plain: Plain, state: State, *, epoch: int, config: Mapping[str, Any], link: Marks) -> None:
+    """The file of a state that is whole, by the rank that has it."""
     progress = state.run["progress"]
     content: dict[str, Any] = {
         "global_step": progress["step"],
-        "epoch": about["epoch"],
-        "model_state_dict": dict(state.model),
-        "optimizer_state_dict": moments,
-        "scheduler_state_dict": {"last_epoch": state.run["applied_steps"], "_last_lr": [stepper.optimizer.lr.item()]},
+        "epoch": epoch,
+        "model_state_dict": on_cpu(state.model),
+        "optimizer_state_dict": plain.optimizer(state),
+        "scheduler_state_dict": plain.scheduler(state),
         "best_loss": progress["best_loss"],
-        "config": about["config"],
+        "config": dict(config),
         EXTRA_KEY: state.run,
     }
     if state.run["loss_scale"]:

@@ -12,7 +12,18 @@ import torch
 from lockstep.contracts import Batch, StepRecord
 from lockstep.engine import drift
 from lockstep.engine.judge import judge, warn
-from lockstep.engine.milestones import due, end_epoch, reopen, save, validate, walk, walks_after, write_results
+from lockstep.engine.milestones import (
+    due,
+    end_epoch,
+    land,
+    make_room,
+    reopen,
+    save,
+    validate,
+    walk,
+    walks_after,
+    write_results,
+)
 from lockstep.engine.parts import Parts
 from lockstep.engine.state import digest
 from lockstep.engine.step import Pending
@@ -42,6 +53,7 @@ def run(parts: Parts) -> None:
     if parts.is_over(begin):
         return
     reopen(parts)
+    make_room(parts)
     clock = Clock()
     window = {"first": parts.config.report.profile_from, "steps": parts.config.report.profile_steps}
     with profiling(parts.trace_file, **window, begin=begin, steps_left=parts.steps_left(begin)) as profiler:
@@ -86,7 +98,7 @@ def launch(parts: Parts, step: int) -> Launched:
     if not parts.is_over(step + 1) and not parts.stopping:
         link.enter("data")
         since = time.perf_counter()
-        council.look_ahead(parts.batches, parts.stop)
+        council.look_ahead(parts.batches, parts.stop, saves=parts.saver.ended)
         waited += time.perf_counter() - since
     parts.pace.own = time.perf_counter() - began - parts.stepper.waited_seconds
     return Launched(step, agreed.tokens, agreed.weights, pending, parts.pace.own, waited, batches)
@@ -98,6 +110,7 @@ def must_look(parts: Parts, step: int) -> bool:
     return (
         config.debug.enabled
         or parts.must_stop()
+        or parts.has_saved()
         or parts.is_over(done)
         or parts.ends_epoch(done)
         or due(done, config.training.save_interval)
@@ -115,6 +128,8 @@ def attend(parts: Parts, step: int) -> bool:
     stale = 0 < options.patience <= parts.progress.stale_steps
     over = parts.is_over(done) or stale
     milestone = over or parts.ends_epoch(done)
+    if parts.has_saved():
+        land(parts)
     if drift.is_due(parts, done):
         drift.check(parts)
     if milestone or (due(done, options.eval_interval) and not parts.stopping):
@@ -124,7 +139,8 @@ def attend(parts: Parts, step: int) -> bool:
     if milestone:
         end_epoch(parts)
     if milestone or parts.must_stop() or due(done, options.save_interval):
-        save(parts, "interrupted" if parts.stopping and not over else f"step_{done}")
+        name = "interrupted" if parts.stopping and not over else f"step_{done}"
+        save(parts, name, aside=not over and not parts.stopping)
     if milestone:
         write_results(parts)
     if stale:

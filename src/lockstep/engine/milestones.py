@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 from lockstep.engine import agent_files, drift, legacy, results, unseen
-from lockstep.engine.checkpoint import State
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
+from lockstep.engine.saving import Export
 from lockstep.engine.state import capture
+from lockstep.errors import LockstepError
+from lockstep.runtime import env
 
 logger = logging.getLogger(__name__)
 
@@ -100,33 +102,64 @@ def end_epoch(parts: Parts) -> None:
         progress.begin_epoch()
 
 
-def save(parts: Parts, name: str, *, plain: bool = False) -> None:
+def make_room(parts: Parts) -> None:
+    """Before the first step: a GPU's memory for copies, if there will be a save that training does not wait for."""
+    first = parts.progress.step
+    last = first + parts.steps_left(first)
+    interval = parts.config.training.save_interval
+    if parts.saves and (parts.epochs or (interval and last > (first // interval + 1) * interval)):
+        parts.saver.make_room(capture(parts.stepper, parts.progress, parts.about))
+
+
+def save(parts: Parts, name: str, *, plain: bool = False, aside: bool = False) -> None:
     """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it.
 
-    Without a name only the checkpoint; `plain`: the same layout for every family. Weights that differ from rank to
-    rank are not saved.
+    Without a name only the checkpoint; `plain`: the same layout for every family. `aside`: training goes on meanwhile,
+    and `land` tells how it ended. Weights that differ from rank to rank are not saved.
     """
     if not parts.saves:
         return
+    _make_way(parts, strict=aside)
     parts.link.enter("save")
     drift.check(parts)
     state = capture(parts.stepper, parts.progress, parts.about)
-    path = parts.checkpointer.save(parts.progress.step, state)
-    parts.tell("save", step=parts.progress.step, path=str(path))
-    if parts.config.training.checkpoint_dir and name:
-        _export(parts, state, name, plain=plain)
+    room = aside and all(parts.council.group.gather(parts.saver.has_room(state, ranks=env.detect().local_world)))
+    copy = room or parts.saver.snapshot.is_kept  # which a GPU fills faster than any other memory
+    parts.saver.begin(parts.progress.step, state, export=_export(parts, name, plain=plain), copy=copy)
+    if not room:
+        land(parts)
 
 
-def _export(parts: Parts, state: State, name: str, *, plain: bool = False) -> None:
-    """The documented .pt file of the family."""
-    config, group = parts.about["config"], parts.council.group
+def land(parts: Parts, *, patience_seconds: float = math.inf) -> None:
+    """Wait for the save on its way, if there is one, and tell of it; what it failed of is raised on all ranks."""
+    if saved := parts.saver.land(parts.link, patience_seconds=patience_seconds):
+        parts.tell("save", step=saved.step, path=str(saved.path))
+        if saved.export:
+            parts.tell("export", step=saved.step, path=str(saved.export))
+
+
+def _make_way(parts: Parts, *, strict: bool) -> None:
+    """One save at a time. Not strict: should the one before have failed, the one to come may still succeed."""
+    try:
+        land(parts)
+    except LockstepError as error:
+        if strict:
+            raise
+        if not error.secondary:
+            logger.error("The save before this one has failed: %s", error)
+
+
+def _export(parts: Parts, name: str, *, plain: bool = False) -> Export | None:
+    """The documented .pt file of the family, to be made of the state that is saved now; None: none is wanted."""
+    if not parts.config.training.checkpoint_dir or not name:
+        return None
+    config, kept = parts.about["config"], legacy.plain_of(parts.stepper)
     folder = Path(str(parts.config.training.checkpoint_dir))
     if parts.config.family == "ad" and not plain:
-        path = agent_files.write(folder, parts.stepper, state, config=config, group=group)
-    else:
-        epoch = parts.progress.step * parts.batch_rows // parts.rows
-        path = legacy.write(folder / f"{name}.pt", parts.stepper, state, epoch=epoch, config=config, group=group)
-    parts.tell("export", step=parts.progress.step, path=str(path))
+        path = agent_files.file_of(folder, parts.progress.step)
+        return Export(path, lambda state, link: agent_files.write(path, kept, state, config=config, link=link))
+    path, epoch = folder / f"{name}.pt", parts.progress.step * parts.batch_rows // parts.rows
+    return Export(path, lambda state, link: legacy.put(path, kept, state, epoch=epoch, config=config, link=link))
 
 
 def make_good(parts: Parts) -> None:
@@ -136,7 +169,7 @@ def make_good(parts: Parts) -> None:
         return
     path = agent_files.file_of(Path(folder), parts.progress.step)
     if not parts.council.group.together(path.is_file):
-        _export(parts, capture(parts.stepper, parts.progress, parts.about), "agent")
+        save(parts, "agent")  # the checkpoint itself is there, and is left as it is
 
 
 def write_results(parts: Parts) -> None:

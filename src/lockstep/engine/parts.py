@@ -20,11 +20,12 @@ from lockstep.engine.council import Council
 from lockstep.engine.epochs import Epochs
 from lockstep.engine.progress import Progress
 from lockstep.engine.replicas import Stamps
+from lockstep.engine.saving import Saver
 from lockstep.engine.step import Stepper
 from lockstep.engine.unseen import Outcome
 from lockstep.errors import LockstepError, Stopped
 from lockstep.health.spikes import Spikes
-from lockstep.runtime import faults
+from lockstep.runtime import env, faults
 from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.signals import StopRequest
 
@@ -67,7 +68,7 @@ class Parts:
     progress: Progress
     batches: Iterator[list[Batch]]  # this rank's micro-batches of each step, from progress.step on
     validation: Sequence[Batch]  # the same batches at every validation
-    checkpointer: Checkpointer
+    saver: Saver
     sinks: Sequence[Sink]
     stop: StopRequest
     faults: faults.Plan
@@ -85,6 +86,7 @@ class Parts:
     measures: Mapping[str, float] = field(default_factory=dict[str, float])  # of the last validation
     outcome: Outcome | None = None  # of the last walks, if this is an agent
     epochs: Epochs | None = None  # None: training.max_steps decides
+    until: int | None = field(default_factory=env.last_step)  # go no further, although the schedule does: for a proof
     epoch_began: float = 0.0  # by the clock that only runs forward, in this process
     vocabulary: Mapping[str, int] = field(default_factory=dict[str, int])  # token -> id, for who gets the results
     pace: Pace = field(default_factory=Pace)
@@ -94,6 +96,11 @@ class Parts:
     evidence_dir: Path | None = None  # this worker's folder in the run, for what is kept of a bad step
     spikes: Spikes = field(default_factory=Spikes)
     history: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))  # the last steps
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """Where this run saves."""
+        return self.saver.checkpointer
 
     @property
     def rows(self) -> int:
@@ -118,6 +125,8 @@ class Parts:
 
     def is_over(self, done: int) -> bool:
         """Whether `done` steps are all there are to make."""
+        if self.until is not None and done >= self.until:
+            return True
         return self.epochs.is_over(done) if self.epochs else done >= self.config.training.max_steps
 
     def ends_epoch(self, done: int) -> bool:
@@ -133,6 +142,12 @@ class Parts:
         """Whether to stop now: alone a signal is enough, several ranks go by what they have agreed on."""
         self.stopping = self.stopping or (self.council.alone and bool(self.stop))
         return self.stopping
+
+    def has_saved(self) -> bool:
+        """Whether the save on its way has ended; several ranks go by what they have agreed on."""
+        saver, council = self.saver, self.council
+        ended = saver.ended if council.alone else council.agreed.saves / council.group.world
+        return saver.is_flying and ended == saver.begun
 
     def are_between_steps(self, error: BaseException) -> bool:
         """Whether all ranks have ended because there are no rows to go on with, and are to save what they have done.

@@ -117,10 +117,15 @@ def check_belongs(about: Mapping[str, Any], current: Mapping[str, Any], *, check
             old, new = str(about["data_key"])[:12], current["data_key"][:12]
             differences.append(f"prepared data: {old} in the checkpoint, {new} now")
         place = (about["device_name"], about["threads"])
+        was_canonical, is_canonical = (
+            each["config"]["system"]["deterministic"] == "canonical" for each in (about, current)
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"the checkpoint does not say what it belongs to: {error!r}", where=str(checkpoint)) from None
     if place != (current["device_name"], current["threads"]):
         logger.warning("Saved on %s, resuming on %s: the last bits may differ", place[0], current["device_name"])
+    if was_canonical and not is_canonical:
+        logger.warning("Saved with canonical sums, resuming without: from here on the bits depend on the workers")
     refuse(differences, checkpoint=checkpoint, allow=allow)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -116,6 +116,7 @@ class Stepper:
         self.last_rate = torch.tensor(float(options.max_steps - 1), device=self.device)
         self.halted = torch.zeros((), device=self.device)
         self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
+        self.before_change: Callable[[], object] = lambda: None  # what an update has to wait for
         self.watch: GradientWatch | None = None  # in debug mode: every gradient, at the price of a sync
         self.updating = False  # True from the update until the step counts: the state is then of no step
         self.parameters = self.optimizer.parameters
@@ -198,7 +199,7 @@ class Stepper:
         shares = {term: coefficient / max(1, weights[term]) for term, coefficient in self.objective.terms.items()}
         watched = {name: 1 / max(1, weights[term]) for name, term in self.watched.items()}
         self.exchange.zero()
-        total, measures = self.zero, self.zero
+        losses, measures = list[torch.Tensor](), list[torch.Tensor]()
         for index, batch in enumerate(batches):
             self.link.enter("forward")
             reseed(self.device, self.seed, step, first_place + index)
@@ -209,12 +210,12 @@ class Stepper:
             self.link.enter("backward")
             self.exchange.before_backward(last=index == len(batches) - 1)
             (part * scaler.scale if scaler else part).backward()
-            total = total + part.detach()
+            losses.append(part.detach())
             if watched:
                 counted = [sums[name].detach().to(part.dtype) * share for name, share in watched.items()]
-                measures = measures + torch.stack(counted)
-        self.measures = measures
-        return total
+                measures.append(torch.stack(counted))
+        self.measures = self.exchange.add_up(measures) if watched else self.zero
+        return self.exchange.add_up(losses)
 
     @torch.no_grad()
     def look_at_weights(self, step: int, like: torch.Tensor) -> torch.Tensor:
@@ -229,6 +230,7 @@ class Stepper:
         """Gradients and loss over all ranks."""
         self.own_loss = loss
         if self.council.alone:
+            self.exchange.finish()
             return loss
         self.link.enter("communication")
         since = time.perf_counter()
@@ -263,6 +265,7 @@ class Stepper:
         if self.prints:
             self.prints.of_gradients(step)
         self.updating = True
+        self.before_change()
         self.optimizer.step(divisor, skip)
         values = torch.stack(
             [loss, self.own_loss, own_gradient, norm, self.optimizer.lr, fatal, overflow, scale, self.weights]

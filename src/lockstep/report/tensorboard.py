@@ -44,6 +44,8 @@ class TensorboardSink:
     def __init__(self, folder: Path, *, validation: str = "eval/val_") -> None:
         self._writer: Any = None
         self._validation = validation
+        self._folder = folder
+        self._resumed = -1  # after so many steps
         self._package = _load()
         if self._package is None:
             return
@@ -75,11 +77,12 @@ class TensorboardSink:
         if kind == "eval":
             numbers = {name: value for name, value in fields.items() if name != "step" and _is_number(value)}
             last = max(0, step - 1)  # steps count from 0: the curve of the last finished one, and a resume keeps it
-            self._scalars(last, {self._tag(name): float(value) for name, value in numbers.items()})
+            self._once(step, last, {self._tag(name): float(value) for name, value in numbers.items()})
         elif kind == "walk":
             numbers = {name: float(value) for name, value in fields.items() if name.endswith("return")}
-            self._scalars(max(0, step - 1), {f"walk/{name}": value for name, value in numbers.items()})
+            self._once(step, max(0, step - 1), {f"walk/{name}": value for name, value in numbers.items()})
         elif kind == "resume":  # TensorBoard then drops what an earlier file says about this step and later ones
+            self._resumed = step
             start = self._package.SessionLog(status=self._package.SessionLog.START)
             self._append(self._package.Event(wall_time=time.time(), step=step, session_log=start))
 
@@ -91,6 +94,28 @@ class TensorboardSink:
         if self._writer is not None:
             self._writer = None
             self._file.close()
+
+    def _once(self, done: int, step: int, scalars: Mapping[str, float]) -> None:
+        """What a run that was over, and was started again, measures once more is there already: it is the same."""
+        told = self._earlier(step) if done == self._resumed else set[str]()
+        if left := {tag: value for tag, value in scalars.items() if tag not in told}:
+            self._scalars(step, left)
+
+    def _earlier(self, step: int) -> set[str]:
+        """The tags that earlier files of this folder have at a step."""
+        tags = set[str]()
+        try:
+            from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+
+            assert self._package is not None
+            for path in sorted(self._folder.glob("events.out.tfevents.*")):
+                for raw in RawEventFileLoader(str(path)).Load() if path.name != Path(self._file.name).name else ():
+                    event = self._package.Event.FromString(raw)
+                    if event.step == step:
+                        tags |= {value.tag for value in event.summary.value}
+        except Exception as error:  # as many as in _load; then a point stands there twice
+            log.info("earlier TensorBoard files cannot be read: %s", error)
+        return tags
 
     def _scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._writer is None or self._package is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from lockstep.runtime import env
 from lockstep.runtime.hardware import threads_text
+from lockstep.runtime.options import Deterministic
 
 MASK_64 = (1 << 64) - 1
 
@@ -33,16 +35,26 @@ def reseed(device: torch.device, *words: int) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-def label(device: torch.device, *, deterministic: bool) -> str:
+def label(device: torch.device, *, deterministic: Deterministic) -> str:
     """What may be promised about the bits of this run, for the banner."""
+    anywhere = ", on 1, 2, 4 or 8 workers" if deterministic == "canonical" else ""
     if device.type == "cpu":
-        return f"bit-reproducible on this kind of CPU with {threads_text()}"
-    return "bit-reproducible on this kind of GPU" if deterministic else "not bit-reproducible (--deterministic is)"
+        return f"bit-reproducible on this kind of CPU with {threads_text()}{anywhere}"
+    return (
+        f"bit-reproducible on this kind of GPU{anywhere}"
+        if deterministic
+        else "not bit-reproducible (--deterministic is)"
+    )
 
 
 @contextlib.contextmanager
-def mode(device: torch.device, *, deterministic: bool, threads: int) -> Iterator[None]:
-    """Fix the number of threads and, if asked, allow only kernels that repeat their bits."""
+def mode(device: torch.device, *, deterministic: Deterministic, threads: int) -> Iterator[None]:
+    """Fix the number of threads and, if asked, allow only kernels that repeat their bits.
+
+    Workers that share the cores of a machine have fewer threads than one alone, and so other bits: not if canonical.
+    """
+    if deterministic == "canonical" and device.type == "cpu":
+        threads = threads or 1
     previous_threads = torch.get_num_threads()
     previous = torch.are_deterministic_algorithms_enabled()
     previous_benchmark = torch.backends.cudnn.benchmark
@@ -78,4 +90,5 @@ def _make_inductor_deterministic(wanted: bool) -> None:
 
 
 def _fill_fresh_memory(wanted: bool) -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = wanted  # pyright: ignore[reportAttributeAccessIssue]
+    switches: Any = torch.utils.deterministic
+    switches.fill_uninitialized_memory = wanted

@@ -265,6 +265,17 @@ def nvml() -> Generator[Any]:
         pynvml.nvmlShutdown()
 
 
+def driver_version() -> str:
+    """Of the cards' driver; "" where it does not say."""
+    with nvml() as library:
+        if library is None:
+            return ""
+        try:
+            return str(library.nvmlSystemGetDriverVersion())
+        except library.NVMLError:
+            return ""
+
+
 def _ask_nvml() -> list[Gpu] | None:
     """What the driver's own library says; None where it says nothing."""
     with nvml() as library:

@@ -25,6 +25,7 @@ LARGEST_STEP = 0xFFFF_FFF0  # SLURM numbers the batch script, the interactive sh
 PORTS = range(20_000, 60_000)  # where SLURM jobs meet
 REFUSED_PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 DEVICE = "LOCKSTEP_DEVICE"  # of a process that was given a GPU: it uses it or says why not
+UNTIL = "LOCKSTEP_UNTIL"  # of a worker that makes steps again for a proof: after this many it is done
 _hidden: set[str] = set()
 
 
@@ -315,6 +316,12 @@ def launcher_pid() -> int:
     """The launcher of ours that started this worker; 0: none."""
     text = os.environ.get("LOCKSTEP_LAUNCHER_PID", "")
     return int(text) if text.isdigit() else 0
+
+
+def last_step() -> int | None:
+    """After how many steps this process is done, whatever its settings say; None: they decide."""
+    text = get(UNTIL)
+    return int(text) if text.isdecimal() else None
 
 
 def setdefault(name: str, value: str) -> None:

@@ -1,8 +1,13 @@
-"""How many copies of a model there are, and in how many shards each: known before anything is started. Torch-free."""
+"""How work is shared out: copies and shards of a model, and blocks of canonical sums. Known before anything is started.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
 from lockstep.errors import ConfigError
+
+BLOCKS = 8  # of a global batch whose gradients are summed in one order; part of what those bits are
 
 
 def grid(mode: str, *, world: int, nodes: int = 1) -> tuple[int, int]:
@@ -17,3 +22,22 @@ def grid(mode: str, *, world: int, nodes: int = 1) -> tuple[int, int]:
             hint=f"--mode fsdp, or a multiple of {copies} workers",
         )
     return copies, world // copies
+
+
+def check_canonical(*, world: int, micro_batches: int | None = None) -> None:
+    """Refuse what cannot be cut into blocks. `micro_batches`: of one worker in a step, where that is known."""
+    where = "system.deterministic"
+    if BLOCKS % world:
+        raise ConfigError(
+            f"canonical sums: the {BLOCKS} blocks of a global batch cannot be shared out to {world} workers",
+            where=where,
+            hint="--gpus 1, 2, 4 or 8",
+        )
+    if micro_batches is not None and world * micro_batches % BLOCKS:
+        each = BLOCKS // world
+        raise ConfigError(
+            f"canonical sums: {world} x {micro_batches} micro-batches cannot be cut into {BLOCKS} equal blocks",
+            where=where,
+            hint=f"--training.grad-accum-nums {-(-micro_batches // each) * each}, "
+            "with a smaller --batch-size for the same global batch",
+        )

@@ -73,7 +73,7 @@ class Group:
         self.rank, self.world = rank, world
         self.link: Marks = NoMarks()  # who is to know that this rank only waits
         self._store, self._control = store, control
-        self._told = 0
+        self._told = self._sides = 0
 
     def together(self, action: Callable[[], T]) -> T:
         """Rank 0 does it and all have the (JSON) value. Its error is raised on all, elsewhere with `.secondary`.
@@ -156,12 +156,33 @@ class Group:
         """Replace the tensor by its SUM over ranks, where it is; async_op: once the returned work is done."""
         return dist.all_reduce(tensor, async_op=async_op) if self.world > 1 else None
 
+    def deal(self, out: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
+        """Give each rank its share of a flat tensor; `out`: this rank's share of everyone's, in the order of ranks."""
+        return dist.all_to_all_single(out, tensor, async_op=async_op)
+
+    def collect(self, out: torch.Tensor, share: torch.Tensor, async_op: bool = False) -> Work | None:
+        """Every rank's share, in the order of ranks."""
+        known: Any = dist
+        gather = known.all_gather_single if hasattr(known, "all_gather_single") else known.all_gather_into_tensor
+        return gather(out, share, async_op=async_op)  # the second name before torch 2.13
+
     def control_sum(self, values: list[int]) -> Sum:
         """Begin to sum whole numbers, beside whatever the devices do."""
         tensor = torch.tensor(values, dtype=torch.int64)
         if self._control is None:
             return Sum(tensor, None)
         return Sum(tensor, dist.all_reduce(tensor, group=self._control, async_op=True))
+
+    def beside(self) -> Group:
+        """The same ranks for another thread, which no exchange of this one holds up. All ranks must call it."""
+        if self._control is None or self._store is None:
+            return Group(self.rank, self.world)
+        self._sides += 1
+        control = dist.new_group(backend="gloo", timeout=EVER)
+        assert isinstance(control, dist.ProcessGroup)
+        own: Any = self._store  # which serves one caller at a time: the other thread has a connection of its own
+        store = PrefixStore(f"beside/{self._sides}", own.clone())
+        return Group(self.rank, self.world, store=store, control=control)
 
     def close(self) -> None:
         """Leave, whether the others still live or not."""

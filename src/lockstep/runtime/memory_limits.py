@@ -12,6 +12,7 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 V1, V2 = "memory.oom_control", "memory.events"  # where each version of control groups counts kills
 LIMIT_AND_PEAK = {V1: ("memory.limit_in_bytes", "memory.max_usage_in_bytes"), V2: ("memory.max", "memory.peak")}
+V1_NOW = ("memory.usage_in_bytes", "total_inactive_file")
 NO_LIMIT_BYTES = 1 << 62
 
 
@@ -71,6 +72,26 @@ def of_group() -> tuple[int, int] | None:
                 if limit < NO_LIMIT_BYTES:
                     found.append((_read(folder / peak_name), limit))
     return min(found, key=lambda pair: pair[1], default=None)
+
+
+def free_bytes() -> int:
+    """What this process could still have: what the machine has free, its control group allows, and RLIMIT_AS."""
+    import psutil
+
+    free = [psutil.virtual_memory().available]
+    for path in group_files():
+        limit_name, _ = LIMIT_AND_PEAK[path.name]
+        now_name, cache_name = ("memory.current", "inactive_file") if path.name == V2 else V1_NOW
+        around = [folder for folder in path.parent.parents if folder.is_relative_to(CGROUPS)]
+        for folder in (path.parent, *around):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit, used = int((folder / limit_name).read_text()), int((folder / now_name).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                free.append(limit - used + int(stat[cache_name]))  # the kernel takes back what it only caches
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed != resource.RLIM_INFINITY:
+        free.append(allowed - psutil.Process().memory_info().vms)
+    return max(0, min(free))
 
 
 def kills() -> int | None:

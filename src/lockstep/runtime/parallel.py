@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.runtime.grid import grid
 from lockstep.runtime.marks import Marks, NoMarks
+from lockstep.runtime.reduce import in_sequence
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,6 +58,17 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
     shape = torch.Size((parameter.shape[0], *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, shared.device_mesh, shared.placements, run_check=False, shape=shape, stride=stride)
+
+
+def with_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Other numbers, on any device, in the place that local(tensor) has in the whole."""
+    if not is_sharded(tensor):
+        return rows
+    from torch.distributed.tensor import DTensor
+
+    shared: Any = tensor
+    make: Any = DTensor  # not from_local, which would move them to the device of the mesh
+    return make(rows, shared._spec, requires_grad=False)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -136,6 +148,9 @@ class Sharded:
         self._own_square = square.clone()
         self.group.sum_(square)
         return (square / self.copies).sqrt().to(gradients[0].dtype)
+
+    def add_up(self, parts: Sequence[Tensor]) -> Tensor:
+        return in_sequence(parts)
 
     def own(self, norm: Tensor) -> Tensor:
         """Of the part of the gradient that lies here, which is of all ranks: theirs are never whole anywhere."""

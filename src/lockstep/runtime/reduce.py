@@ -47,9 +47,21 @@ class Exchange(Protocol):
         """Finite if this rank's own gradients were, before they were exchanged; `norm` is that of the sums."""
         ...
 
+    def add_up(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of small tensors, one of each micro-batch of this rank, in the order of its gradients."""
+        ...
+
     def total(self, loss: Tensor) -> Tensor:
         """The SUM of a small tensor over ranks, on the device."""
         ...
+
+
+def in_sequence(parts: Sequence[Tensor]) -> Tensor:
+    """One added to the other."""
+    total = parts[0].new_zeros(())
+    for part in parts:
+        total = total + part
+    return total
 
 
 class Alone:
@@ -70,6 +82,9 @@ class Alone:
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return total_norm(parameters)
+
+    def add_up(self, parts: Sequence[Tensor]) -> Tensor:
+        return in_sequence(parts)
 
     def own(self, norm: Tensor) -> Tensor:
         return norm
@@ -138,6 +153,9 @@ class Reducer:
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return total_norm(parameters)
 
+    def add_up(self, parts: Sequence[Tensor]) -> Tensor:
+        return in_sequence(parts)
+
     def own(self, norm: Tensor) -> Tensor:
         return torch.stack(self._norms).sum().to(norm.dtype) if self._norms else norm
 
@@ -182,6 +200,9 @@ class Apart:
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return total_norm(parameters)
+
+    def add_up(self, parts: Sequence[Tensor]) -> Tensor:
+        return in_sequence(parts)
 
     def own(self, norm: Tensor) -> Tensor:
         return norm

@@ -1,0 +1,44 @@
+"""The copy of a state on a GPU: made on a stream of its own, into pinned memory, while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.engine import checkpoint
+from lockstep.engine.checkpoint import Checkpointer, State
+from lockstep.engine.saving import Saver
+from lockstep.engine.snapshot import Snapshot, needed_bytes
+from lockstep.runtime.marks import NoMarks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_a_copy_is_of_before_the_update_that_waits_for_it(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    shapes = {"a": (4096, 4096), "b": (3, 1000), "none": (0, 4)}
+    model = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    moments = {f"m.{name}": tensor.to(torch.bfloat16) for name, tensor in model.items()}
+    state = State(model, moments, {"step": 0})
+    snapshot = Snapshot(device)
+    saver = Saver(Checkpointer(tmp_path, keep_last=1), snapshot)
+    snapshot.reserve(needed_bytes(state))
+    for step in range(1, 6):
+        wanted = {name: tensor.cpu().clone() for name, tensor in {**model, **moments}.items()}
+        assert snapshot.fits(state, ranks=1)
+        saver.begin(step, state)
+        snapshot.before_change()
+        for tensor in (*model.values(), *moments.values()):
+            tensor.mul_(-1.5)
+        saved = saver.land(NoMarks())
+        assert saved
+        found = checkpoint.load(saved.path)
+        for name, tensor in wanted.items():
+            assert torch.equal({**found.model, **found.optimizer}[name], tensor), f"{name}, save {step}"
+    taken = snapshot.take(state)
+    snapshot.wait()
+    assert taken.model["a"].is_pinned()
+    assert taken.model["a"].device.type == "cpu"
+    snapshot.free()
