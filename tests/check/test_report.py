@@ -103,11 +103,51 @@ def test_columns_that_nobody_fills_are_left_out() -> None:
     workers = [Card(index, index, model="AMD EPYC") for index in range(2)]
     replicas = [dataclasses.replace(made_up.replica(each), samples=(), before={}, after={}) for each in workers]
     text = screen(made_up.checked([CardVerdict(each, Status.PASS) for each in workers], replicas, device="cpu"))
-    assert "all 2 CPU workers agree bit for bit" in text
+    assert "both CPU workers agree bit for bit" in text
     assert "worker 0" in text
     assert "uuid" not in text
     assert "peak  " not in text
     assert "AMD EPYC" in text  # once, in the head
+
+
+def test_what_is_not_covered_is_never_cut_off() -> None:
+    """The limits of a check are no decoration: on a narrow terminal they take another line."""
+    reach = tuple(f"{word} kernels" for word in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh"))
+    checked = dataclasses.replace(made_up.seven_pass_one_fails(), not_covered=reach)
+    lines = report.lines(document(checked), width=80)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(line.strip() for line in lines)
+    assert "fifth kernels; sixth kernels; seventh kernels" in text
+
+
+@pytest.mark.parametrize(
+    ("golden", "words"),
+    [
+        ({"file": "g{0}.json", "state": "used"}, "golden: compared with g{0}.json"),
+        ({"file": "g.json", "state": "written"}, "golden: written to g.json"),
+        ({"file": f"{'long' * 9}.json", "state": "used"}, f"\ngolden: compared with {'long' * 9}.json"),
+        ({"file": "g.json", "state": "no entry"}, "golden: no entry in g.json"),
+        ({}, ""),
+    ],
+)
+def test_the_screen_says_what_came_of_the_golden_file(golden: dict[str, str], words: str) -> None:
+    text = screen(dataclasses.replace(made_up.seven_pass_one_fails(), golden=golden), width=80)
+    assert words in text
+    assert ("golden" in text) == bool(golden)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_card_that_differs_in_everything_still_fits_on_the_screen() -> None:
+    checked = made_up.seven_pass_one_fails()
+    wrong = checked.judgement.verdicts[3]
+    many = dataclasses.replace(wrong, reasons=tuple(f"workload {place}: {wrong.reasons[0]}" for place in range(12)))
+    verdicts = (*checked.judgement.verdicts[:3], many, *checked.judgement.verdicts[4:])
+    judgement = dataclasses.replace(checked.judgement, verdicts=verdicts)
+    text = screen(dataclasses.replace(checked, judgement=judgement), width=120)
+    assert "workload 2: " in text
+    assert "workload 3: " not in text
+    assert "... and 9 reasons more in the report" in text
+    assert "1 element differs" in text
 
 
 def test_different_models_have_a_column() -> None:
@@ -151,6 +191,17 @@ def test_what_to_do_next(difference: Difference | None, failed: bool, words: str
     told = document(made_up.checked(verdicts, replicas))
     assert words in told.gpus[1].advice
     assert [told.gpus[place].advice for place in (0, 2)] == ["", ""]
+
+
+def test_where_all_differ_from_the_golden_file_it_is_not_said_to_train_without_them() -> None:
+    cards = [made_up.card(index) for index in range(2)]
+    differ = [CardVerdict(each, Status.FAIL, ("other bits",), difference=made_up.FLIP) for each in cards]
+    replicas = [made_up.replica(each, steps=3) for each in cards]
+    advice = document(made_up.checked(differ, replicas)).gpus[0].advice
+    assert "were the bits in golden.json made on a machine you trust?" in advice
+    assert "lockstep check --golden ANOTHER" in advice
+    one = [differ[0], CardVerdict(cards[1], Status.PASS)]
+    assert "train without it" in document(made_up.checked(one, replicas)).gpus[0].advice
 
 
 # ------------------------------------------------------------------------------------------------ check.json

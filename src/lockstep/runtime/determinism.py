@@ -78,4 +78,4 @@ def _make_inductor_deterministic(wanted: bool) -> None:
 
 
 def _fill_fresh_memory(wanted: bool) -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = wanted  # pyright: ignore[reportAttributeAccessIssue]
+    torch.utils.deterministic.fill_uninitialized_memory = wanted  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
