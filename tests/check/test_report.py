@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,8 @@ from tests.check import made_up
 HOSTILE = "\x1b[31mH200\x1b]0;owned\x07 \u202eevil\u200b\x00\x9b31m\r\n\ud800<img src=x>"
 
 
-def screen(checked: Checked, **shown: object) -> str:
-    return "\n".join(report.lines(document(checked), **shown))  # type: ignore[arg-type] - options by name
+def screen(checked: Checked, **shown: Any) -> str:
+    return "\n".join(report.lines(document(checked), **shown))
 
 
 def with_card(checked: Checked, place: int, **changes: str) -> Checked:
@@ -208,8 +210,8 @@ def test_where_all_differ_from_the_golden_file_it_is_not_said_to_train_without_t
 
 
 @pytest.mark.parametrize("made", [made_up.seven_pass_one_fails, made_up.two_undecided])
-def test_check_json_comes_back_as_it_was(made: object, tmp_path: Path) -> None:
-    told = report.write(tmp_path, made())  # type: ignore[operator] - one of two functions
+def test_check_json_comes_back_as_it_was(made: Callable[[], Checked], tmp_path: Path) -> None:
+    told = report.write(tmp_path, made())
     assert schema.read(tmp_path / schema.FILE) == told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["check.json", "report.html"]
 
@@ -240,17 +242,17 @@ def test_the_schema_names_every_field_and_no_other() -> None:
     published = schema.schema()
     told = document(made_up.seven_pass_one_fails()).model_dump(mode="json")
 
-    def fits(value: object, rule: dict[str, object]) -> None:
+    def fits(value: object, rule: dict[str, Any]) -> None:
         if "$ref" in rule:
             rule = published["$defs"][str(rule["$ref"]).rpartition("/")[2]]
         if isinstance(value, dict) and "properties" in rule:
             assert rule["additionalProperties"] is False
-            assert set(value) == set(rule["properties"])  # type: ignore[arg-type] - a mapping
+            assert set(value) == set(rule["properties"])
             for name, each in value.items():
-                fits(each, rule["properties"][name])  # type: ignore[index] - a mapping
+                fits(each, rule["properties"][name])
         elif isinstance(value, list) and "items" in rule:
             for each in value:
-                fits(each, rule["items"])  # type: ignore[arg-type] - a mapping
+                fits(each, rule["items"])
 
     fits(told, published)
     assert "gpus" in published["properties"]
