@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import doctor
+from lockstep import doctor, home
 from lockstep.doctor import Check
 from lockstep.runtime import collective, devices
 from lockstep.runtime.collective import Trial
@@ -298,3 +298,10 @@ def test_the_hub_is_asked_only_on_demand(quick: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "hub", lambda _: Check("hub", "FAIL", "asked", "x"))
     assert doctor.doctor()[1] == 0
     assert doctor.doctor(network=True)[1] == 1
+
+
+def test_with_gpus_the_bare_command_points_to_their_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "lockstep check" not in home.home()
+    plant(tmp_path / "bin", monkeypatch, [gpu(0), gpu(1)])
+    assert "\n  lockstep check --quick\n" in home.home()

@@ -65,7 +65,7 @@ def usage(start: str = "") -> str:
     """What `lockstep --help` prints."""
     lines = ["usage: lockstep COMMAND ... (each has --help)", ""]
     lines += [f"  {verb:<17} {about}" for verb, (about, _) in VERBS.items() if verb.startswith(start)]
-    lines += ["", "  lockstep --version, or lockstep alone for the devices, the last runs and three commands to try"]
+    lines += ["", "  lockstep --version, or lockstep alone for the devices, the last runs and commands to try"]
     return "\n".join(lines)
 
 

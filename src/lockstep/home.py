@@ -56,7 +56,7 @@ def last_runs(out: Path) -> list[Path]:
 
 
 def home() -> str:
-    """The devices found, the last runs, three commands to try."""
+    """The devices found, the last runs, some commands to try."""
     from lockstep.runtime.devices import visible_gpus
 
     gpus = visible_gpus()
@@ -68,6 +68,7 @@ def home() -> str:
     lines += [f"  {run.name}  {_state(RunDir(run))}" for run in runs] or ["  none yet"]
     lines += ["", "try", f"  lockstep train llama {'production' if gpus else 'demo'}"]
     lines += [f"  lockstep sample {runs[0].name}{_prompt(runs[0])}"] if runs else ["  lockstep config list"]
+    lines += ["  lockstep check --quick"] if gpus else []
     lines += ["  lockstep --help"]
     return "\n".join(lines)
 

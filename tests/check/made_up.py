@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.check.outcome import CardVerdict, Checked, Difference, Judgement, Pace, Status, labels
 from lockstep.check.records import Card, Replica, Work, Workload
@@ -66,7 +67,7 @@ def paces(ratio: float = 1.0, *, slow: bool = False) -> tuple[Pace, ...]:
     return tuple(Pace(each.name, 0.212 * ratio, 0.2153 * ratio, ratio, slow) for each in WORKLOADS)
 
 
-def checked(verdicts: Sequence[CardVerdict], replicas: Sequence[Replica], **about: object) -> Checked:
+def checked(verdicts: Sequence[CardVerdict], replicas: Sequence[Replica], **about: Any) -> Checked:
     """As the judges would put it together; `about`: other fields of Checked."""
     names = labels([verdict.card for verdict in verdicts])
     agreement = {
@@ -76,7 +77,7 @@ def checked(verdicts: Sequence[CardVerdict], replicas: Sequence[Replica], **abou
         }
         for workload in WORKLOADS
     }
-    told: dict[str, object] = {
+    told: dict[str, Any] = {
         "level": "quick", "device": "cuda", "config_hash": "9f86d081884c7d65",
         "versions": {"lockstep": "0.1.0", "torch": "2.11.0", "driver": "570.86.15", "cuda": "12.8"},
         "golden": {"file": "golden.json", "state": "used"},
@@ -84,7 +85,7 @@ def checked(verdicts: Sequence[CardVerdict], replicas: Sequence[Replica], **abou
         "not_covered": ("cuDNN attention backward (dQ does not repeat its bits)", "links between the cards"),
         "began": 1.8e9, "seconds": 72.4,
     }  # fmt: skip
-    return Checked(Judgement(tuple(verdicts), agreement), tuple(replicas), WORKLOADS, **(told | about))  # type: ignore[arg-type] - fields by name
+    return Checked(Judgement(tuple(verdicts), agreement), tuple(replicas), WORKLOADS, **(told | about))
 
 
 def _letters(verdict: CardVerdict, work: Work | None) -> str:

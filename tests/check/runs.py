@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from lockstep.check.outcome import CardVerdict, Judgement, Status
 from lockstep.check.records import Card, Replica, Work
@@ -25,7 +26,7 @@ def stamp(step: int, *, wrong: str = "", salt: int = 0, loss: str = "", seconds:
     return Stamp(step, told, (0.5).hex(), sums, seconds)
 
 
-def work(name: str = "production", *, wrong_at: int | None = None, tensor: str = "weights:b", **more: object) -> Work:
+def work(name: str = "production", *, wrong_at: int | None = None, tensor: str = "weights:b", **more: Any) -> Work:
     salt, steps = int(str(more.pop("salt", 0))), int(str(more.pop("steps", STEPS)))
     stamps = tuple(
         stamp(step, wrong="" if wrong_at is None or step < wrong_at else tensor if step == wrong_at else TENSORS[0],
@@ -33,17 +34,17 @@ def work(name: str = "production", *, wrong_at: int | None = None, tensor: str =
         for step in range(steps)
     )  # fmt: skip
     whole = Work(name, TENSORS, ((2, 3),) * len(TENSORS), ("float32",) * len(TENSORS), stamps, complete=True)
-    return dataclasses.replace(whole, **more)  # type: ignore[arg-type] - fields by name
+    return dataclasses.replace(whole, **more)
 
 
-def card(index: int, **more: object) -> Card:
-    told = {"uuid": f"GPU-{index}", "model": "H200", "driver": "570"} | more
-    return Card(index, int(str(told.pop("slot", index))), **told)  # type: ignore[arg-type] - fields by name
+def card(index: int, **more: Any) -> Card:
+    told: dict[str, Any] = {"uuid": f"GPU-{index}", "model": "H200", "driver": "570"} | more
+    return Card(index, int(str(told.pop("slot", index))), **told)
 
 
-def replica(index: int, *works: Work, **more: object) -> Replica:
+def replica(index: int, *works: Work, **more: Any) -> Replica:
     own = Replica(card(index), works or (work(),), VERSIONS, exit_code=0)
-    return dataclasses.replace(own, **more)  # type: ignore[arg-type] - fields by name
+    return dataclasses.replace(own, **more)
 
 
 def statuses(judgement: Judgement) -> list[Status]:

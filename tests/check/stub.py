@@ -28,6 +28,10 @@ def main(record: Path, steps: int, how: str) -> None:
         if how == "hang":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(600)
+        while how == "rubbish":
+            out.write("rubbish\n")
+            out.flush()
+            time.sleep(0.05)
         if how == "fork" and os.fork() == 0:  # a child that outlives it
             os.setsid()
             time.sleep(600)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from lockstep import cli
 from lockstep.check import conduct, rounds, schema
 from lockstep.check.crew import Crew, Ending, Task
+from lockstep.check.records import Replica
 from lockstep.runtime import faults
 from tests import fake_smi
 from tests.check import stub_replica
@@ -46,14 +50,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def check_in_processes(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
-    def run(*words: str, fault: str = "", code: int) -> dict[str, Any]:
+    def run(*words: str, fault: str = "", code: int, name: str = "run") -> dict[str, Any]:
         monkeypatch.setenv("LOCKSTEP_FAULT", fault)
         found = cli.main(["check", "--device", "cpu", "--quick", "--workload", "llama", "--name", "run", *words])
         screen = capsys.readouterr()
         assert found == code, screen.out + screen.err
-        told = schema.read(place / "runs/run/check.json").model_dump(mode="json")
+        told = schema.read(place / "runs" / name / "check.json").model_dump(mode="json")
         assert told["exit_code"] == code
-        assert not (place / "runs/run" / conduct.UNFINISHED).exists()
+        assert not (place / "runs" / name / conduct.UNFINISHED).exists()
         return told | {"screen": screen.out}
 
     return run
@@ -73,6 +77,7 @@ def test_cards_that_agree_pass(check: Check, place: Path) -> None:
     told = check("--gpus", "3", code=0)
     assert statuses(told) == ["PASS"] * 3
     assert "Checking 3 CPU workers: llama" in told["screen"]
+    assert "how fast it loads data" in " ".join(told["coverage"]["not_covered"])
     assert (place / "runs/run/report.html").is_file()
     workers = sorted(path.name for path in (place / "runs/run/workers").iterdir())
     assert workers == ["n0-CPU0", "n0-CPU1", "n0-CPU2"]
@@ -131,6 +136,49 @@ def test_golden_bits_decide_between_two(check: Check, place: Path) -> None:
     assert statuses(told) == ["PASS", "FAIL"]
 
 
+def test_a_golden_file_that_is_lost_meanwhile_costs_no_verdict(
+    check: Check, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in it was read before; where nothing can be written any more, that is said."""
+    folder = place / "gold"
+    folder.mkdir()
+    words = ("--gpus", "2", "--golden", str(folder / "golden.json"))
+    first = rounds.Rounds.first
+
+    def lose_it_first(own: rounds.Rounds) -> list[Replica]:
+        shutil.rmtree(folder)
+        folder.write_text("a file where the folder was")
+        return first(own)
+
+    monkeypatch.setattr(rounds.Rounds, "first", lose_it_first)
+    told = check(*words, code=0)
+    assert told["golden"]["state"] == "not written"
+    assert "golden: not written to" in told["screen"]
+    monkeypatch.setattr(rounds.Rounds, "first", first)
+    folder.unlink()
+    folder.mkdir()
+    assert check(*words, "--name", "second", code=0, name="second")["golden"]["state"] == "written"
+    monkeypatch.setattr(rounds.Rounds, "first", lose_it_first)
+    fault = "flip_weight@rank=1,step=3,bit=3"
+    assert statuses(check(*words, "--name", "third", fault=fault, code=3, name="third")) == ["PASS", "FAIL"]
+
+
+def test_a_clock_that_is_set_back_during_the_check_shortens_nothing(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = itertools.count(1.8e9, -3600.0)
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    assert 0 < check("--gpus", "2", code=0)["seconds"] < 3600
+
+
+@pytest.mark.usefixtures("place")
+def test_checks_that_begin_in_one_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conduct.rundir, "timestamp", lambda: "20260101-000000")
+    one, other = (conduct._folder(conduct.Asked()) for _ in range(2))
+    assert one != other
+    assert other.is_dir()
+
+
 def test_one_card_is_compared_with_itself(check: Check, place: Path) -> None:
     told = check("--gpus", "1", code=0)
     assert "one card has only itself to be compared with" in told["screen"]
@@ -179,6 +227,7 @@ def test_json_is_all_that_is_printed(check: Check) -> None:
         (("--name", "a/b"), 2, "is not allowed"),
         (("--slow", "0.5"), 2, "from 1 to 100"),
         (("--quick", "--deep"), 2, "not allowed with"),
+        (("--audit", "--json"), 2, "an audit is told in words"),
         (("--out", "/proc/nothing"), 73, "cannot create the run folder"),
     ],
 )
@@ -191,6 +240,14 @@ def test_bad_words_are_refused_with_one_error(
     assert shown.err.count("error:") == 1
     assert "Traceback" not in shown.err
     assert not Path("runs").exists()
+
+
+def test_an_audit_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rounds.Rounds, "audit", lambda _: (0, ["Audit on CPU", "all 25 repeat their bits"]))
+    assert cli.main(["check", "--device", "cpu", "--quick", "--gpus", "2", "--audit", "--name", "run"]) == 0
+    assert "all 25 repeat their bits\nkept in runs/run/audit.txt\n" in capsys.readouterr().out
+    assert (place / "runs/run/audit.txt").read_text() == "Audit on CPU\nall 25 repeat their bits\n"
+    assert not (place / "runs/run" / conduct.UNFINISHED).exists()
 
 
 @pytest.mark.usefixtures("place")

@@ -34,6 +34,29 @@ def test_a_rerun_tells_the_nature_of_a_fault(again: Work, nature: str) -> None:
     assert judgement.verdicts[1].difference.nature == nature
 
 
+@pytest.mark.parametrize("second", [work(steps=5, wrong_at=4), work(steps=5, wrong_at=4, salt=2)])
+def test_reruns_that_do_not_all_say_the_same_are_intermittent(second: Work) -> None:
+    runs = [replica(0), replica(1, work(wrong_at=4)), replica(2)]
+    found = judge(runs, reruns=[replica(1, work(steps=5)), replica(1, second)]).verdicts[1].difference
+    assert found
+    assert found.nature == "intermittent"
+
+
+def test_a_damaged_rerun_says_nothing() -> None:
+    runs = [replica(0), replica(1, work(wrong_at=4)), replica(2)]
+    spoilt = work(steps=5, damaged=(3,))
+    alone = judge(runs, reruns=[replica(1, spoilt)]).verdicts[1].difference
+    again, wrong = replica(1, work(steps=5, wrong_at=4)), work(steps=5, wrong_at=4, damaged=(3,))
+    swap = [replica(1, wrong, card=card(1, slot=2)), replica(2, spoilt, card=card(2, slot=1))]
+    moved = judge(runs, reruns=[again, *swap]).verdicts[1].difference
+    assert alone
+    assert moved
+    assert (alone.nature, moved.nature, moved.follows) == ("", "persistent", "")
+    tie = [replica(0), replica(1, work(wrong_at=4))]
+    assert statuses(judge(tie, reruns=[replica(0, work()), replica(1, spoilt)])) == [UNDECIDED, UNDECIDED]
+    assert statuses(judge(tie, reruns=[replica(0, work()), replica(1, work(steps=5))])) == [PASS, FAIL], "the control"
+
+
 def swapped(index: int, slot: int, *, wrong: bool) -> Replica:
     return replica(index, work(steps=5, wrong_at=4 if wrong else None), card=card(index, slot=slot))
 

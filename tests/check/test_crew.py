@@ -37,15 +37,15 @@ def alive_of(crew: Crew) -> list[int]:
 
 
 def test_one_that_dies_or_hangs_costs_itself_alone(tmp_path: Path) -> None:
-    hows = ("fine", "kill", "segv", "stop", "hang", "raise")
+    hows = ("fine", "kill", "segv", "stop", "hang", "rubbish", "raise")
     with Crew() as crew:
-        fine, kill, segv, stop, hang, wrong = run(crew, *(task(tmp_path / how, how) for how in hows))
+        fine, kill, segv, stop, hang, rubbish, wrong = run(crew, *(task(tmp_path / how, how) for how in hows))
         assert alive_of(crew) == []
     assert fine == Ending(0, "", ("the stub speaks",))
     assert (kill.code, segv.code) == (137, 139)
     assert kill.error.startswith("killed by SIGKILL")
     assert segv.error.startswith("killed by SIGSEGV")
-    for ending in (stop, hang):
+    for ending in (stop, hang, rubbish):
         assert ending.code == 137, "it was ended"
         assert ending.error.startswith("hangs in llama at step 3: nothing for ")
     assert wrong.code == 1

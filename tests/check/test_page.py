@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -124,7 +125,36 @@ def test_cpu_workers_have_no_temperature() -> None:
     cards = [dataclasses.replace(made_up.card(index), uuid="") for index in range(2)]
     replicas = [dataclasses.replace(made_up.replica(each), samples=()) for each in cards]
     checked = made_up.checked([CardVerdict(each, Status.PASS) for each in cards], replicas, device="cpu")
-    assert "CPU workers have no temperature" in written(checked)
+    assert "Temperature" not in written(checked)
+    silent = dataclasses.replace(checked, device="cuda")  # GPUs have one: that nobody told it is worth a word
+    assert "No card told its temperature." in written(silent)
+
+
+def test_times_have_one_median_and_facts_their_limits() -> None:
+    """The median under a plot is the one that was judged; a figure with a bound is read beside it."""
+    checked = made_up.seven_pass_one_fails()
+    work = checked.replicas[0].works[3]
+    told = {"bounds": {"wrong pattern words": [0, 0]}, "wrong_words": [], "pattern_bytes": 2**37}
+    first = dataclasses.replace(
+        checked.replicas[0], works=(*checked.replicas[0].works[:3], dataclasses.replace(work, facts=told))
+    )
+    verdict = dataclasses.replace(checked.judgement.verdicts[0], paces=made_up.paces(1.5))
+    judgement = dataclasses.replace(checked.judgement, verdicts=(verdict, *checked.judgement.verdicts[1:]))
+    checked = dataclasses.replace(checked, judgement=judgement, replicas=(first, *checked.replicas[1:]))
+    text = html.unescape(written(checked))
+    assert "median 318.0 ms" in text
+    assert "pattern bytes: 137,438,953,472; wrong pattern words: 0 (at most 0)" in text
+    assert "wrong_words" not in text
+
+
+def test_many_reasons_stand_once_in_the_table_and_all_below() -> None:
+    checked = made_up.seven_pass_one_fails()
+    wrong = dataclasses.replace(checked.judgement.verdicts[3], reasons=("first: other bits", "second: other bits"))
+    verdicts = (*checked.judgement.verdicts[:3], wrong, *checked.judgement.verdicts[4:])
+    judgement = dataclasses.replace(checked.judgement, verdicts=verdicts)
+    text = html.unescape(written(dataclasses.replace(checked, judgement=judgement)))
+    assert "first: other bits; 1 more reason below" in text
+    assert text.count("second: other bits") == 1
 
 
 def test_a_check_without_any_step_has_a_page() -> None:
@@ -193,8 +223,8 @@ def test_markup_escapes_what_it_did_not_make() -> None:
 
 
 @pytest.mark.parametrize("made", [made_up.seven_pass_one_fails, made_up.two_undecided, hostile])
-def test_nothing_is_fetched_and_no_script_is_there(made: object) -> None:
-    text = written(made(), HOSTILE if made is hostile else "check-1")  # type: ignore[operator] - one of three functions
+def test_nothing_is_fetched_and_no_script_is_there(made: Callable[[], Checked]) -> None:
+    text = written(made(), HOSTILE if made is hostile else "check-1")
     found = parsed(text)
     assert not found.names & {"script", "img", "iframe", "object", "embed", "link", "a", "base", "form", "image", "use"}
     assert not [

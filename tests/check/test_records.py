@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from lockstep.check.records import CHAIN, Card, Replica, read
 from lockstep.check.verdict import judge
-from lockstep.health.records import Stamp, chain_of, line
+from lockstep.health.records import Stamp, chain_of, checksum, line
 
 STAMPS = [Stamp(step, (1.0).hex(), (2.0).hex(), f"{step + 7:032x}{step + 9:032x}", 0.1) for step in range(4)]
 
@@ -47,6 +49,49 @@ def test_a_flipped_byte_in_any_line_blames_no_card(tmp_path: Path, line_number: 
     judgement = judge(three(tmp_path))
     assert [str(verdict.status) for verdict in judgement.verdicts] == ["PASS", "UNDECIDED", "PASS"]
     assert "damaged" in judgement.verdicts[1].reasons[0]
+
+
+def test_a_record_cut_short_of_a_process_that_ended_well_blames_no_card(tmp_path: Path) -> None:
+    """Lost with its file, or the newline of the last line flipped: whoever ended with code 0 had told all of it."""
+    three(tmp_path)
+    whole = (tmp_path / "1").read_bytes()
+    for kept in (whole[:-1], whole[: len(whole) // 2], b""):
+        (tmp_path / "1").write_bytes(kept)
+        for code, status in ((0, "UNDECIDED"), (-9, "FAIL")):  # the control: killed
+            error = "" if code == 0 else "killed by SIGKILL"
+            replicas = [dataclasses.replace(each, exit_code=0) for each in three(tmp_path)]
+            replicas[1] = dataclasses.replace(replicas[1], exit_code=code, error=error)
+            judgement = judge(replicas)
+            assert [str(verdict.status) for verdict in judgement.verdicts] == ["PASS", status, "PASS"]
+            assert not any("not all alike" in note for verdict in judgement.verdicts for note in verdict.notes)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        line("step", step=1, colour="red"),
+        line("step", step="one"),
+        line("step", step=1, loss="high"),
+        line("step", step=1, sums="zz" * 32),
+        line("step", step=1, sums="0" * 33),
+        line("workload", tensors=["weights:a"]),
+        line("workload", workload="llama", shapes=[["two"]]),
+        line("done", surprise=1),
+        line("about", driver=1),
+        json.dumps({"sum": checksum('{"a": 1}'), "line": '{"a": 1}'}),
+    ],
+)
+def test_whole_lines_that_no_replica_writes_are_damage_and_cost_nobody_else(tmp_path: Path, strange: str) -> None:
+    three(tmp_path)
+    lines = (tmp_path / "1").read_text().splitlines()
+    (tmp_path / "1").write_text("\n".join([*lines[:3], strange, *lines[3:]]) + "\n")
+    assert 3 in told(tmp_path, 1).works[0].damaged
+    assert [str(verdict.status) for verdict in judge(three(tmp_path)).verdicts] == ["PASS", "UNDECIDED", "PASS"]
+
+
+def test_a_record_that_cannot_be_read_blames_no_card(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    assert [str(verdict.status) for verdict in judge(three(tmp_path)).verdicts] == ["PASS", "UNDECIDED", "PASS"]
 
 
 def test_a_copy_that_was_spoilt_before_it_was_written_blames_no_card(tmp_path: Path) -> None:

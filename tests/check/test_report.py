@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,8 @@ from tests.check import made_up
 HOSTILE = "\x1b[31mH200\x1b]0;owned\x07 \u202eevil\u200b\x00\x9b31m\r\n\ud800<img src=x>"
 
 
-def screen(checked: Checked, **shown: object) -> str:
-    return "\n".join(report.lines(document(checked), **shown))  # type: ignore[arg-type] - options by name
+def screen(checked: Checked, **shown: Any) -> str:
+    return "\n".join(report.lines(document(checked), **shown))
 
 
 def with_card(checked: Checked, place: int, **changes: str) -> Checked:
@@ -103,11 +105,51 @@ def test_columns_that_nobody_fills_are_left_out() -> None:
     workers = [Card(index, index, model="AMD EPYC") for index in range(2)]
     replicas = [dataclasses.replace(made_up.replica(each), samples=(), before={}, after={}) for each in workers]
     text = screen(made_up.checked([CardVerdict(each, Status.PASS) for each in workers], replicas, device="cpu"))
-    assert "all 2 CPU workers agree bit for bit" in text
+    assert "both CPU workers agree bit for bit" in text
     assert "worker 0" in text
     assert "uuid" not in text
     assert "peak  " not in text
     assert "AMD EPYC" in text  # once, in the head
+
+
+def test_what_is_not_covered_is_never_cut_off() -> None:
+    """The limits of a check are no decoration: on a narrow terminal they take another line."""
+    reach = tuple(f"{word} kernels" for word in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh"))
+    checked = dataclasses.replace(made_up.seven_pass_one_fails(), not_covered=reach)
+    lines = report.lines(document(checked), width=80)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(line.strip() for line in lines)
+    assert "fifth kernels; sixth kernels; seventh kernels" in text
+
+
+@pytest.mark.parametrize(
+    ("golden", "words"),
+    [
+        ({"file": "g{0}.json", "state": "used"}, "golden: compared with g{0}.json"),
+        ({"file": "g.json", "state": "written"}, "golden: written to g.json"),
+        ({"file": f"{'long' * 9}.json", "state": "used"}, f"\ngolden: compared with {'long' * 9}.json"),
+        ({"file": "g.json", "state": "no entry"}, "golden: no entry in g.json"),
+        ({}, ""),
+    ],
+)
+def test_the_screen_says_what_came_of_the_golden_file(golden: dict[str, str], words: str) -> None:
+    text = screen(dataclasses.replace(made_up.seven_pass_one_fails(), golden=golden), width=80)
+    assert words in text
+    assert ("golden" in text) == bool(golden)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_card_that_differs_in_everything_still_fits_on_the_screen() -> None:
+    checked = made_up.seven_pass_one_fails()
+    wrong = checked.judgement.verdicts[3]
+    many = dataclasses.replace(wrong, reasons=tuple(f"workload {place}: {wrong.reasons[0]}" for place in range(12)))
+    verdicts = (*checked.judgement.verdicts[:3], many, *checked.judgement.verdicts[4:])
+    judgement = dataclasses.replace(checked.judgement, verdicts=verdicts)
+    text = screen(dataclasses.replace(checked, judgement=judgement), width=120)
+    assert "workload 2: " in text
+    assert "workload 3: " not in text
+    assert "... and 9 reasons more in the report" in text
+    assert "1 element differs" in text
 
 
 def test_different_models_have_a_column() -> None:
@@ -153,12 +195,23 @@ def test_what_to_do_next(difference: Difference | None, failed: bool, words: str
     assert [told.gpus[place].advice for place in (0, 2)] == ["", ""]
 
 
+def test_where_all_differ_from_the_golden_file_it_is_not_said_to_train_without_them() -> None:
+    cards = [made_up.card(index) for index in range(2)]
+    differ = [CardVerdict(each, Status.FAIL, ("other bits",), difference=made_up.FLIP) for each in cards]
+    replicas = [made_up.replica(each, steps=3) for each in cards]
+    advice = document(made_up.checked(differ, replicas)).gpus[0].advice
+    assert "were the bits in golden.json made on a machine you trust?" in advice
+    assert "lockstep check --golden ANOTHER" in advice
+    one = [differ[0], CardVerdict(cards[1], Status.PASS)]
+    assert "train without it" in document(made_up.checked(one, replicas)).gpus[0].advice
+
+
 # ------------------------------------------------------------------------------------------------ check.json
 
 
 @pytest.mark.parametrize("made", [made_up.seven_pass_one_fails, made_up.two_undecided])
-def test_check_json_comes_back_as_it_was(made: object, tmp_path: Path) -> None:
-    told = report.write(tmp_path, made())  # type: ignore[operator] - one of two functions
+def test_check_json_comes_back_as_it_was(made: Callable[[], Checked], tmp_path: Path) -> None:
+    told = report.write(tmp_path, made())
     assert schema.read(tmp_path / schema.FILE) == told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["check.json", "report.html"]
 
@@ -189,17 +242,17 @@ def test_the_schema_names_every_field_and_no_other() -> None:
     published = schema.schema()
     told = document(made_up.seven_pass_one_fails()).model_dump(mode="json")
 
-    def fits(value: object, rule: dict[str, object]) -> None:
+    def fits(value: object, rule: dict[str, Any]) -> None:
         if "$ref" in rule:
             rule = published["$defs"][str(rule["$ref"]).rpartition("/")[2]]
         if isinstance(value, dict) and "properties" in rule:
             assert rule["additionalProperties"] is False
-            assert set(value) == set(rule["properties"])  # type: ignore[arg-type] - a mapping
+            assert set(value) == set(rule["properties"])
             for name, each in value.items():
-                fits(each, rule["properties"][name])  # type: ignore[index] - a mapping
+                fits(each, rule["properties"][name])
         elif isinstance(value, list) and "items" in rule:
             for each in value:
-                fits(each, rule["items"])  # type: ignore[arg-type] - a mapping
+                fits(each, rule["items"])
 
     fits(told, published)
     assert "gpus" in published["properties"]

@@ -49,6 +49,13 @@ def test_two_alike_of_four_are_a_tie_and_nobody_is_blamed() -> None:
     assert statuses(judgement) == [UNDECIDED] * 4
 
 
+@pytest.mark.parametrize("count", [4, 5, 9])
+def test_the_largest_group_is_not_enough_it_must_be_more_than_half(count: int) -> None:
+    """Two agree, and all others differ each in its own way: the two may as well be wrong alike."""
+    group = [replica(0), replica(1), *(replica(index, work(wrong_at=4, salt=index)) for index in range(2, count))]
+    assert statuses(judge(group)) == [UNDECIDED] * count
+
+
 def test_three_that_all_differ_are_undecided() -> None:
     works = [work(), work(wrong_at=3), work(wrong_at=3, salt=1)]
     assert statuses(judge([replica(index, each) for index, each in enumerate(works)])) == [UNDECIDED] * 3

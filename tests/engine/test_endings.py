@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine import checkpoint, state
+from lockstep.engine import checkpoint, endings, state
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.errors import DataError, ExitCode, LockstepError
 from lockstep.report.jsonl import read_events
@@ -340,3 +340,16 @@ def test_a_batch_beyond_all_memory_is_refused(in_dir: Path, lockstep: Cli) -> No
 def test_commands_to_copy_are_quoted(in_dir: Path, lockstep: Cli) -> None:
     done = lockstep(*TINY, "--out", "my runs", "--name", "a", "report.sample_prompt=it's")
     assert "sample 'my runs/a' 'it'\"'\"'s'" in done.out
+
+
+def test_another_workers_failure_is_not_called_a_lost_contact() -> None:
+    """One whose error says why has not merely gone away."""
+    told = LockstepError("GPU 1 ends step 3 with other bits")
+    told.secondary = True
+    gone = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+    said = [endings.explain(error, None, run=None, place=None) for error in (told, gone)]  # type: ignore[arg-type] - not needed for these
+    assert [str(each) for each in said] == [
+        "another worker failed: GPU 1 ends step 3 with other bits",
+        f"lost contact with another worker ({gone})",
+    ]
+    assert all(isinstance(each, LockstepError) and each.secondary for each in said)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep import replaying, rundir
 from lockstep.engine import bundle, inference
+from lockstep.engine import replay as engine
 from lockstep.engine.replay import NEXT, replay
 from lockstep.errors import ConfigError, DataError, LockstepError, NonFiniteError
 from lockstep.health.finding import Finding, from_json
@@ -114,6 +115,17 @@ def test_what_comes_from_elsewhere_is_refused_in_words(copy: Path, what: str) ->
     with pytest.raises(LockstepError) as refused:
         replay(rewritten(copy, FOREIGN[what]), device="cpu")
     assert isinstance(refused.value, ConfigError | DataError)
+
+
+def test_a_sample_that_is_not_there_is_refused_before_anything_runs(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the step comes out finite, and nothing would be left out any more."""
+    monkeypatch.setattr(engine, "attempt", lambda *_: pytest.fail("it was run"))
+    with pytest.raises(ConfigError, match="row 4, the step has 4"):
+        replay(copy, [engine.Change("--drop-sample 4", drop=4)], device="cpu")
+    with pytest.raises(pytest.fail.Exception, match="it was run"):
+        replay(copy, [engine.Change("--drop-sample 3", drop=3)], device="cpu")
 
 
 def test_the_screen_is_safe_from_what_a_bundle_says(copy: Path, lockstep: Cli) -> None:

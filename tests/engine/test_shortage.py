@@ -211,3 +211,33 @@ def test_workers_that_share_memory_save_together(monkeypatch: pytest.MonkeyPatch
 
     assert advice(True, 1) == advice(False, 4) != advice(True, 4)
     assert advice(True, 4) == "--training.batch-size 4 --training.grad-accum-nums 2"
+
+
+@pytest.mark.parametrize(("shared", "workers"), [(False, 1), (True, 1), (True, 2)])
+def test_what_is_advised_fits_although_the_first_of_many_requests_failed(
+    shared: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked for says little of what was still to come: the estimate knows it."""
+    asked = work("llama", "tiny", {"training.batch_size": 4096, "training.context_length": 512}, device=CPU)
+    limit = asked.need().total // 4
+    bounds = memory_limits.Bounds(limit - (1 << 20), limit, "all have", shared=shared)
+    monkeypatch.setattr(hardware, "memory_bounds", lambda _device: bounds)
+    told = shortage.explain(MemoryError("Unable to allocate 60.0 MiB for an array"), asked, workers=workers)
+    then = asked.need().total - saves(asked, told.remedy)
+    assert then * workers <= limit
+    assert told.remedy.flags.startswith("--training.batch-size"), "the mildest knob is enough"
+
+
+def test_what_is_said_of_a_worker_that_the_kernel_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lacked the host's memory: on the CPU a smaller batch helps, and enough of it; on a GPU none does."""
+    large = {"training.batch_size": 4096, "training.context_length": 512}
+    on_cpu = work("llama", "tiny", large, device=CPU)
+    limit = on_cpu.need().total // 4
+    monkeypatch.setattr(hardware, "memory_bounds", lambda _device: memory_limits.Bounds(0, limit, "", shared=True))
+    for workers in (1, 2):
+        told = shortage.foreseen(on_cpu, workers=workers)
+        assert told["estimated_bytes"] == on_cpu.need().total
+        assert (on_cpu.need().total - saves(on_cpu, Remedy(**told["remedy"]))) * workers <= limit
+    on_gpu = shortage.foreseen(work("llama", "tiny", large, device=CUDA))
+    assert on_gpu["remedy"]["flags"] == ""
+    assert on_gpu["estimated_bytes"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -168,6 +169,27 @@ def test_a_bad_step_changes_nothing_and_stays_bad(fault: str, clip: float) -> No
     for key, slot in stepper.optimizer.moments().items():
         assert torch.equal(slot["exp_avg"], moments[key])
     assert stepper.optimizer.applied.item() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "bad"),
+    [(3e38, False), (-3e38, False), (float("inf"), True), (float("-inf"), True), (float("nan"), True)],
+)
+def test_a_weight_is_bad_if_it_is_not_finite_and_not_for_being_large(
+    value: float, bad: bool, dtype: torch.dtype
+) -> None:
+    """Wherever it lies in the tensor; the square of a large one would be infinite."""
+    stepper = make_stepper()
+    for place in (0, 17, 1000, -1):
+        weight = torch.linspace(-1, 1, 1027, dtype=dtype)
+        weight[place] = value
+        stepper.parameters = [nn.Parameter(weight)]
+        seen = stepper.look_at_weights(0, stepper.zero).item()
+        assert math.isnan(seen) == bad
+        assert bad or seen == 0
+    stepper.parameters = [nn.Parameter(torch.empty(0, 4))]  # the part of a rank that has no row of it
+    assert stepper.look_at_weights(0, stepper.zero).item() == 0
 
 
 def test_without_the_gate_a_bad_step_would_spoil_the_weights() -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep.launch import beats, link, processes
+from lockstep.launch import beats, children, link, processes
 from lockstep.launch.workers import Meeting, plan
 from lockstep.runtime import env
 from tests.launch.test_faults import ROOT
@@ -130,3 +130,15 @@ def test_how_a_stranger_ended() -> None:
     child.wait()
     assert processes.ended_status(child.pid) is None
     assert processes.ended_status(os.getpid()) is None
+
+
+def test_how_a_stranger_ended_whose_parent_was_quicker() -> None:
+    """torchrun may have waited for a worker before the guardian looks: the kernel still knows, from 6.15 on."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    stranger = children.Stranger(0, child.pid)
+    assert processes.forgotten_status(stranger.handle) is None, "it lives"
+    child.kill()
+    child.wait()
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    known = (137, 9) if release >= (6, 15) else (children.Stranger.UNKNOWN, 0)
+    assert (stranger.look(), stranger.by_signal) == known

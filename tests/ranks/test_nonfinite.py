@@ -105,6 +105,26 @@ def test_a_gradient_that_one_rank_makes(ranks: Pool, tmp_path: Path, mode: str) 
     assert ".sqrt()" in finding.place.line
 
 
+def broken_with_blame(group: Group, folder: Path, fault: str) -> tuple[bool, dict[str, Any]]:
+    """(whether it says that it began elsewhere, its finding) of a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_FAULT", fault)
+        with pytest.raises(NonFiniteError) as caught:
+            run(folder, SETTINGS, group=group)
+    return caught.value.elsewhere, dict(caught.value.finding)
+
+
+@pytest.mark.slow
+def test_of_two_bad_ranks_one_speaks(ranks: Pool, tmp_path: Path) -> None:
+    """Each has its own place; the launcher must not put one's words into the other's mouth."""
+    fault = "nan_act@rank=0,step=1,module=norm;inf_act@rank=1,step=1,module=layers.0.mlp.w1"
+    first, second = ranks(2, broken_with_blame, tmp_path / "run", fault)
+    assert (first[0], second[0]) == (False, True)
+    assert first[1] == second[1]
+    finding = from_json(first[1])
+    assert (finding.ranks, finding.rank, finding.place and finding.place.module) == ((0, 1), 0, "norm")
+
+
 def test_a_flip_that_does_not_come_back_names_its_rank(ranks: Pool, tmp_path: Path) -> None:
     """Known from before the gradients were exchanged: the one chance there was."""
     for kind in ("nan_grad", "nan_loss"):

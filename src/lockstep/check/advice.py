@@ -27,6 +27,12 @@ def advice(verdict: CardVerdict, checked: Checked, *, failed: bool = False) -> s
 
 def _for_wrong_bits(verdict: CardVerdict, checked: Checked) -> str:
     assert verdict.difference
+    passed = any(each.status is Status.PASS for each in checked.judgement.verdicts)
+    if checked.golden.get("state") == "used" and not passed:
+        return (
+            f"were the bits in {checked.golden.get('file')} made on a machine you trust? If you do not know, "
+            f"{_again(checked, '--golden ANOTHER')} writes new ones"
+        )
     if verdict.difference.follows == "slot":
         return f"another card fails in this slot too: look at the host (memory, power, PCIe), then {_again(checked)}"
     if verdict.difference.nature == "transient":

@@ -76,7 +76,8 @@ def compare(
     works = [work for place in voters if (work := entrants[place].work)]
     poll = Poll(workload, [entrants[place] for place in voters], works, golden, elsewhere)
     for place, finding in zip(voters, _count(poll), strict=True):
-        findings[place] = merge([finding, *_ending(workload, entrants[place], alike=alike)])
+        tied = finding.status is Status.UNDECIDED and finding.difference is not None
+        findings[place] = merge([finding, *_ending(workload, entrants[place], alike=alike, tied=tied)])
     return [finding or Finding() for finding in findings]
 
 
@@ -88,7 +89,7 @@ def _turned_away(workload: str, entrant: Entrant) -> Finding | None:
             return Finding(Status.UNDECIDED, (f"{workload}: its record is damaged: no card is to blame, run it again",))
         if replica.error:
             return Finding(Status.FAIL, (f"did not finish: {replica.error}",))
-        return Finding(Status.UNDECIDED, (f"{workload}: not run here",))
+        return Finding(Status.UNDECIDED, (f"{workload}: not run here, or its record is lost: no card is to blame",))
     if work.damaged:
         lines = ", ".join(str(number + 1) for number in work.damaged if number != CHAIN)
         where = f"line {lines}" if lines else "it has other sums than the card has added up"
@@ -246,15 +247,20 @@ def _doubts(poll: Poll, place: int, result: voting.Vote) -> list[str]:
     return doubts
 
 
-def _ending(workload: str, entrant: Entrant, *, alike: bool) -> list[Finding]:
-    """How a workload ended, if not well."""
+def _ending(workload: str, entrant: Entrant, *, alike: bool, tied: bool) -> list[Finding]:
+    """How a workload ended, if not well. `tied`: nobody can say whether the bits it went on with were right."""
     work = entrant.work
     if work is None or work.complete:
         return []
     after = f"after step {work.stamps[-1].step}" if work.stamps else "before its first step"
+    if entrant.replica.exit_code == 0 and not work.error and not entrant.replica.error:
+        cut = f"{workload}: its record ends {after}, but its process ended well: no card is to blame, run it again"
+        return [Finding(Status.UNDECIDED, (cut,))]
     words = f"{workload}: ended {after}: {work.error or entrant.replica.error or 'nobody knows why'}"
     if alike:
         return [Finding(Status.UNDECIDED, (f"{words} (on every card alike: hardly a card's fault)",))]
+    if tied and work.stamps and not (_finite(work.stamps[-1].loss) and _finite(work.stamps[-1].norm)):
+        return [Finding(Status.UNDECIDED, (f"{words} (it follows from bits that nobody can judge)",))]
     return [Finding(Status.FAIL, (words,))]
 
 

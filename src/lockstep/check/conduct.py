@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import rundir
-from lockstep.check import cards, confirm, golden, locate, nodes, report, verdict
+from lockstep.check import cards, confirm, coverage, golden, locate, nodes, report, verdict
 from lockstep.check.crew import Crew
 from lockstep.check.nodes import Peers
 from lockstep.check.outcome import CardVerdict, Checked, Judgement, Status
@@ -22,10 +23,15 @@ from lockstep.check.progress import Progress
 from lockstep.check.records import Card, Replica, Workload
 from lockstep.check.rounds import THREADS, Again, Plan, Rounds
 from lockstep.check.workloads import named, workloads
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.guard import say
 from lockstep.runtime import devices, env, pins
 
+LASTS = {  # all workloads of a level; what is compiled for the first time comes on top
+    "cuda": {"quick": "about a minute", "default": "some minutes", "deep": "half an hour or more"},
+    "cpu": {"quick": "less than a minute", "default": "about a minute", "deep": "some minutes"},
+}
+AUDIT = "audit.txt"
 UNFINISHED = "unfinished"  # a file in the folder of a check that has not come to its end
 PATIENCE_SECONDS = {"quick": 300.0, "default": 600.0, "deep": 1200.0}  # compiling for a card writes nothing meanwhile
 SLOW_RATIO = {"cuda": verdict.SLOW_RATIO, "cpu": 1.5}  # whoever else computes on this machine slows a CPU worker
@@ -50,12 +56,13 @@ class Asked:
 
 def check(asked: Asked) -> int:
     """Check the cards of this process, and with other processes all of theirs; the exit code is that of all."""
+    if asked.audit and asked.json:
+        raise ConfigError("an audit is told in words", where="--audit --json", hint="--audit alone")
     place = env.detect()
     device = _device(asked)
     mine = _cards(asked, place, cpu=device == "cpu")
     chosen = _workloads(asked, device, [card.index for card in mine])
-    if asked.golden is not None:
-        _check_golden(asked.golden)
+    book = _open_golden(asked.golden) if asked.golden else None
     patience = asked.timeout_seconds or PATIENCE_SECONDS[asked.level]
     peers = Peers(place, patience_seconds=patience)
     shown = peers.first and not asked.json
@@ -67,7 +74,7 @@ def check(asked: Asked) -> int:
             if asked.audit:
                 code, lines = peers.together(lambda: _audit(rounds, progress))
             else:
-                found = _Check(asked, peers, rounds, progress)
+                found = _Check(asked, peers, rounds, progress, book)
                 found.run()
                 code, lines = peers.together(found.conclude)
                 rounds.clear()
@@ -84,18 +91,22 @@ def check(asked: Asked) -> int:
 class _Check:
     """The rounds of one check, and what was found in them."""
 
-    def __init__(self, asked: Asked, peers: Peers, rounds: Rounds, progress: Progress) -> None:
+    def __init__(
+        self, asked: Asked, peers: Peers, rounds: Rounds, progress: Progress, book: golden.Golden | None
+    ) -> None:
         self.asked, self.peers, self.rounds, self.progress = asked, peers, rounds, progress
+        self.book = book  # as it was before the check: whatever becomes of the file, all is judged by the same
         self.plan = rounds.plan
         self.names = [workload.name for workload in self.plan.workloads]
-        self.began = time.time()
+        self.began, self._since = time.time(), time.monotonic()  # the clock on the wall may be set meanwhile
         self.found: list[Replica] = []  # of all processes
         self.made: list[Again] = []
 
     def run(self) -> None:
         """All that runs. Every process takes part in each exchange; the first decides for all."""
         many = f" on each of {self.peers.place.world} processes" if self.peers.place.world > 1 else ""
-        self.progress.begin(f"Checking {_count(self.rounds.cards)}{many}: {', '.join(self.names)}")
+        long = "" if self.asked.workload else f" ({LASTS[self.plan.device][self.asked.level]})"
+        self.progress.begin(f"Checking {_count(self.rounds.cards)}{many}: {', '.join(self.names)}{long}")
         self.rounds.prepare()
         self.progress.begin("")
         replicas = self.rounds.first()
@@ -109,7 +120,7 @@ class _Check:
 
     def conclude(self) -> tuple[int, list[str]]:
         """Judge, keep golden bits, write the files: (exit code, lines to show). Only the first process does this."""
-        found, plan = self.found, self.plan
+        found, plan, seconds = self.found, self.plan, time.monotonic() - self._since
         checked = Checked(
             judgement=_located(self._judge(), found, self.made),
             replicas=tuple(found),
@@ -118,22 +129,38 @@ class _Check:
             device=plan.device,
             config_hash=self._config_hash(),
             versions=_versions(found),
-            covered=_covered(found, plan.workloads, time.time() - self.began),
-            not_covered=_not_covered(found, plan.device),
+            covered=coverage.covered(found, plan.workloads, seconds),
+            not_covered=coverage.not_covered(found, plan.workloads, plan.device),
             began=self.began,
-            seconds=time.time() - self.began,
+            seconds=seconds,
         )
-        return _finish(plan.folder, checked, self.asked)
+        return _finish(plan.folder, dataclasses.replace(checked, golden=self._golden(checked)), self.asked)
 
     def _config_hash(self) -> str:
         plan = self.plan
         return golden.config_hash(plan.workloads, device=plan.device, threads=THREADS, versions=_versions(self.found))
 
     def _judge(self) -> Judgement:
-        book = golden.open_book(self.asked.golden, self._config_hash()) if self.asked.golden else None
+        book = dataclasses.replace(self.book, config_hash=self._config_hash()) if self.book else None
         reruns = [each.replica for each in self.made]
         ratio, chosen = self.asked.slow_ratio or SLOW_RATIO[self.plan.device], self.plan.workloads
         return verdict.judge(self.found, golden=book, slow_ratio=ratio, reruns=reruns, workloads=chosen)
+
+    def _golden(self, checked: Checked) -> dict[str, Any]:
+        """What came of --golden. Only bits of a check that all cards passed are kept."""
+        path = self.asked.golden
+        if path is None or self.book is None:
+            return {}
+        book, found = dataclasses.replace(self.book, config_hash=checked.config_hash), checked.replicas
+        known = any(book.of(replica.card, replica.versions) for replica in found)
+        keys = sorted({book.key(replica.card, replica.versions) for replica in found})
+        state, why = "used" if known else "no entry", ""
+        try:
+            if checked.judgement.passed and golden.add(path, checked.config_hash, found):
+                state = "written"
+        except LockstepError as error:  # what was found of the cards is not lost for that
+            state, why = "used" if known else "not written", error.what
+        return {"file": str(path), "key": ", ".join(keys), "state": state, **({"why": why} if why else {})}
 
     def _run_again(self) -> None:
         """Suspects where they differ, then with slots exchanged; nothing where all agree."""
@@ -211,17 +238,20 @@ def _memory(mine: Sequence[Card], device: str) -> int:
     return cards.memory_bytes(indices) if shared else 0
 
 
-def _check_golden(path: Path) -> None:
-    """Refuse a file that cannot be read or written, before an hour of work depends on it."""
+def _open_golden(path: Path) -> golden.Golden:
+    """What is known. Refuse a file that cannot be read or written, before an hour of work depends on it."""
     if not path.parent.is_dir():
         raise ConfigError("its folder is not there", where=f"--golden {path}", hint=f"mkdir -p {path.parent}")
     if path.is_dir():
         raise ConfigError("is a folder, not a file", where=f"--golden {path}", hint=f"--golden {path / 'golden.json'}")
-    golden.open_book(path, "")
+    return golden.open_book(path, "")
 
 
 def _folder(asked: Asked) -> Path:
-    folder = rundir.create_run(asked.out, asked.name or f"check-{rundir.timestamp()}").root
+    name = asked.name or f"check-{rundir.timestamp()}"
+    if not asked.name and (asked.out / name).exists():  # another check that began in this second
+        name += f"-{os.getpid()}"
+    folder = rundir.create_run(asked.out, name).root
     _mark(folder, "still running, or killed")
     return folder
 
@@ -235,16 +265,17 @@ def _audit(rounds: Rounds, progress: Progress) -> tuple[int, list[str]]:
     progress.say(f"One step twice on {rounds.cards[0].name}, every operation compared")
     rounds.prepare()
     code, lines = rounds.audit()
-    (rounds.plan.folder / UNFINISHED).unlink(missing_ok=True)
-    return code, lines
+    folder = rounds.plan.folder
+    rundir.write_bytes(folder / AUDIT, "".join(f"{line}\n" for line in lines).encode())
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    return code, [*lines, f"kept in {folder / AUDIT}"]
 
 
 # ------------------------------------------------------------------------------------------------ after
 
 
 def _finish(folder: Path, checked: Checked, asked: Asked) -> tuple[int, list[str]]:
-    """Golden bits kept, files written: (exit code, lines to show). Only the first process does this."""
-    checked = dataclasses.replace(checked, golden=_golden(checked, asked))
+    """The files written: (exit code, lines to show). Only the first process does this."""
     told = report.write(folder, checked)
     (folder / UNFINISHED).unlink(missing_ok=True)
     if asked.json:
@@ -252,23 +283,6 @@ def _finish(folder: Path, checked: Checked, asked: Asked) -> tuple[int, list[str
     width = shutil.get_terminal_size((100, 24)).columns
     colour = sys.stdout.isatty() and not env.get("NO_COLOR")
     return int(checked.exit_code), report.lines(told, width=width, colour=colour, folder=folder)
-
-
-def _golden(checked: Checked, asked: Asked) -> dict[str, Any]:
-    """What came of --golden: used, written or no entry. Only bits of a check that all cards passed are kept."""
-    if asked.golden is None:
-        return {}
-    book = golden.open_book(asked.golden, checked.config_hash)
-    keys = sorted({book.key(replica.card, replica.versions) for replica in checked.replicas})
-    known = any(book.of(replica.card, replica.versions) for replica in checked.replicas)
-    about: dict[str, Any] = {
-        "file": str(asked.golden),
-        "key": ", ".join(keys),
-        "state": "used" if known else "no entry",
-    }
-    if checked.judgement.passed and golden.add(asked.golden, checked.config_hash, checked.replicas):
-        about["state"] = "written"
-    return about
 
 
 def _located(judgement: Judgement, found: Sequence[Replica], made: Sequence[Again]) -> Judgement:
@@ -306,41 +320,6 @@ def _with_elements(
 
 def _is_of(made: Again, workload: str, step: int) -> bool:
     return (made.order.workload, made.order.step) == (workload, step)
-
-
-def _covered(found: Sequence[Replica], chosen: Sequence[Workload], seconds: float) -> tuple[str, ...]:
-    """What ran, in words."""
-    kernels = sorted(
-        {
-            f"{name.replace('_', ' ')} {value}"
-            for replica in found
-            for work in replica.works
-            for name, value in work.facts.items()
-            if name in ("attention", "precision", "kernels") and isinstance(value, str)
-        }
-    )
-    count = f"{len(chosen)} workload{'s' if len(chosen) > 1 else ''}"
-    words = [f"{count} in {seconds / 60:.1f} min", *kernels]
-    peaks = [peak for replica in found if (peak := cards.peak(replica.samples, "temperature_c")) is not None]
-    return (*words, *([f"peak temperature {max(peaks):.0f} C"] if peaks else []))
-
-
-def _not_covered(found: Sequence[Replica], device: str) -> tuple[str, ...]:
-    """What did not run, or nobody could say."""
-    skipped = {
-        f"{work.workload}: {work.facts['skipped']}"
-        for replica in found
-        for work in replica.works
-        if work.facts.get("skipped")
-    }
-    words = [
-        *sorted(skipped),
-        "links between cards (NVLink, PCIe peer to peer, network)",
-        "memory bandwidth of the host",
-    ]
-    if device == "cuda" and not any(replica.after for replica in found):
-        words.append("temperature, clocks and error counters: the driver does not say")
-    return tuple(words)
 
 
 def _count(mine: Sequence[Card]) -> str:

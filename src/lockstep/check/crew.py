@@ -93,11 +93,13 @@ class Member:
             whole = file.read().rpartition(b"\n")[0]
             if whole:
                 self._read_bytes += len(whole) + 1
-                self.grew = time.monotonic()
-                for piece in whole.split(b"\n"):
-                    self._note(records.content_of(piece))
+                told = [content for piece in whole.split(b"\n") if (content := records.content_of(piece))]
+                if told:  # who writes nothing but rubbish gives no sign of life
+                    self.grew = time.monotonic()
+                for content in told:
+                    self._note(content)
 
-    def _note(self, content: Mapping[str, object] | None) -> None:
+    def _note(self, content: Mapping[str, object]) -> None:
         match content:
             case {"kind": "begin" | "workload", "workload": str(name)}:
                 self.place = Place(name, -1, self.place.done)

@@ -17,6 +17,7 @@ from lockstep.check.wording import (
     counted,
     details,
     equal_steps,
+    golden_state,
     headline,
     kind_of,
     listed,
@@ -118,11 +119,17 @@ def _verdicts(told: Report) -> Markup:
             "p95": _paced(card, told.main_workload, "p95_seconds"),
             "peak": _degrees(card.peak_temperature_c),
             "equal steps": "{} of {}".format(*equal_steps(card)),
-            "why": joined([*card.reasons, *(f"Note: {note}" for note in card.notes)], "; "),
+            "why": joined([*_first(card.reasons), *(f"Note: {note}" for note in card.notes)], "; "),
         }
         for card in told.gpus
     ]
     return _section("Verdicts", _legend(VERDICTS), _table(rows))
+
+
+def _first(reasons: Sequence[str]) -> list[str]:
+    """All of them stand below, under what is wrong."""
+    more = len(reasons) - 1
+    return [*reasons[:1], *([f"{counted(more, 'more reason')} below"] if more > 0 else [])]
 
 
 def _paced(card: CardEntry, workload: str, name: str) -> str:
@@ -233,7 +240,10 @@ def _times(told: Report) -> Markup:
     if not shown:
         return Markup()
     warmup = next((each.warmup_steps for each in told.workloads if each.name == told.main_workload), 0)
-    medians = [statistics.median(work.seconds[warmup:] or work.seconds) for _, work in shown]
+    medians = [
+        work.pace.median_seconds if work.pace else statistics.median(work.seconds[warmup:] or work.seconds)
+        for _, work in shown
+    ]
     usual = statistics.median(medians)
     judged = [seconds for _, work in shown for seconds in work.seconds[warmup:] or work.seconds]
     first, last = min(work.steps[0] for _, work in shown), max(work.steps[-1] for _, work in shown)
@@ -271,11 +281,10 @@ def _heat(told: Report) -> Markup:
         for card in told.gpus
     }
     every = [point for curve in curves.values() for point in curve]
+    if told.device == "cpu" and not every:  # workers have none of their own
+        return Markup()
     if not every:
-        reason = (
-            "CPU workers have no temperature of their own." if told.device == "cpu" else "No card told its temperature."
-        )
-        return _section("Temperature", element("p", reason))
+        return _section("Temperature", element("p", "No card told its temperature."))
     values, moments = [value for _, value in every], [moment for moment, _ in every]
     scale = plots.Scale(0.0, max(moments) or 1.0, min(20.0, *values), max(HOTTEST_C, *values))
     corners = (_degrees(scale.high), _degrees(scale.low), "0 s", f"{scale.right:.0f} s")
@@ -326,6 +335,18 @@ def _said(value: JsonValue) -> str:
     return str(value) if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
+def _facts(facts: Mapping[str, JsonValue]) -> str:
+    """What a workload said of itself; figures that were held against a limit have it beside them."""
+    plain = {name.replace("_", " "): value for name, value in facts.items() if name != "bounds" and value != []}
+    bounds = facts.get("bounds")
+    held = [
+        f"{name}: {_said(pair[0])} (at most {_said(pair[1])})"
+        for name, pair in (bounds.items() if isinstance(bounds, dict) else ())
+        if isinstance(pair, list) and len(pair) == 2
+    ]
+    return "; ".join(filter(None, [_said(plain), *held]))
+
+
 def _workloads(told: Report) -> Markup:
     rows = [
         {
@@ -334,7 +355,7 @@ def _workloads(told: Report) -> Markup:
             "steps": str(each.steps),
             "settings": _said(each.settings),
             "kernels and facts": next(
-                (_said(work.facts) for card in told.gpus if (work := _work(card, each.name))), ""
+                (_facts(work.facts) for card in told.gpus if (work := _work(card, each.name))), ""
             ),
         }
         for each in told.workloads
@@ -359,7 +380,7 @@ def _reach(told: Report) -> Markup:
 
 def _versions(told: Report) -> Markup:
     drivers = sorted({card.driver for card in told.gpus if card.driver})
-    facts = {**told.versions, "configuration hash": told.config_hash, "golden": _said(told.golden)}
+    facts = {**told.versions, "configuration hash": told.config_hash, "golden": golden_state(told)}
     facts |= {"driver": ", ".join(drivers)} if drivers else {}
     rows = [element("div", element("dt", name), element("dd", value)) for name, value in facts.items() if value]
     return _section("Versions", element("dl", *rows), _legend(COMPARABLE))

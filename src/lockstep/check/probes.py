@@ -6,6 +6,7 @@ repeat (cuDNN's dQ) is held against a plain reference, within a bound that stand
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -155,7 +156,7 @@ class MemoryProbe:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-class Probe:
+class Probe(abc.ABC):
     """A kernel called over and over with the same inputs. `compute` gives what must have the same bits each time."""
 
     chain = ""
@@ -173,17 +174,17 @@ class Probe:
             self.prepare()
             self.tensors = [(name, tensor.to("meta")) for name, tensor in self.compute().items()]
 
+    @abc.abstractmethod
     def obstacle(self) -> str:
         """Why this card cannot do it, or ''."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def prepare(self) -> None:
         """Inputs and reference."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def compute(self) -> Mapping[str, torch.Tensor]:
         """What is compared bit for bit; what is held against a reference goes to `hold`."""
-        raise NotImplementedError
 
     def stamps(self) -> Iterator[Stamp]:
         if "skipped" in self.facts:

@@ -8,12 +8,13 @@ checksum does not fit was damaged on its way: that blames nobody.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.health.records import Stamp, chain_of, read_lines
+from lockstep.health.records import DIGITS, Stamp, chain_of, read_lines
 
 CHAIN = -1  # in `damaged`: no line of the record, but its sums are not those the card has added up
 
@@ -90,39 +91,65 @@ class Replica:
 def read(path: Path, card: Card, **about: Any) -> Replica:
     """The record of a replica, as far as it goes."""
     works: list[Work] = []
-    known: dict[str, Any] = {}
-    for number, content in read_lines(path):
-        if content is None:
-            if works:
-                works[-1] = dataclasses.replace(works[-1], damaged=(*works[-1].damaged, number))
-            else:
-                works.append(Work("?", damaged=(number,)))
-            continue
-        kind = content.pop("kind")
-        if kind == "workload":
-            works.append(_work(content))
-        elif kind == "step" and works:
-            works[-1] = dataclasses.replace(works[-1], stamps=(*works[-1].stamps, Stamp(**content)))
-        elif kind == "done" and works:
-            works[-1] = _ended(dataclasses.replace(works[-1], **content, complete=not content.get("error")))
-        elif kind == "about":
-            known |= content
-    return Replica(card=card, works=tuple(works), **known, **about)
+    versions: dict[str, str] = {}
+    number = 0
+    try:
+        for number, content in read_lines(path):
+            try:
+                _add(content, works, versions)
+            except (AttributeError, KeyError, TypeError, ValueError):  # whole, but not what a replica writes
+                _damage(works, number)
+    except OSError:
+        _damage(works, number)
+    return Replica(card=card, works=tuple(works), versions=versions, **about)
 
 
-def _ended(work: Work) -> Work:
+def _add(content: dict[str, Any] | None, works: list[Work], versions: dict[str, str]) -> None:
+    """What one line tells; None: its checksum does not fit."""
+    if content is None:
+        raise ValueError
+    kind = content.pop("kind")
+    if kind == "workload":
+        works.append(_work(**content))
+    elif kind == "step" and works:
+        works[-1] = dataclasses.replace(works[-1], stamps=(*works[-1].stamps, _stamp(**content)))
+    elif kind == "done" and works:
+        works[-1] = _ended(works[-1], **content)
+    elif kind == "about":
+        versions |= {str(name): str(told) for name, told in content["versions"].items()}
+
+
+def _damage(works: list[Work], number: int) -> None:
+    """Of the workload at hand; before the first one nobody knows of which."""
+    last = works.pop() if works else Work("?")
+    works.append(dataclasses.replace(last, damaged=(*last.damaged, number)))
+
+
+def _stamp(*, step: int, loss: str = "", norm: str = "", sums: str = "", seconds: float = 0.0) -> Stamp:
+    """With a look at each value: whoever compares must not stumble over one that makes no sense."""
+    for value in filter(None, (loss, norm)):
+        float.fromhex(value)
+    if len(bytes.fromhex(sums)) * 2 % DIGITS:
+        raise ValueError("a digest is cut short")
+    return Stamp(operator.index(step), loss, norm, sums, float(seconds))
+
+
+def _ended(work: Work, *, facts: Mapping[str, Any] | None = None, error: str = "", chain: str = "") -> Work:
     """With what the card itself has added up held against what is on record: lines can be whole and wrong."""
-    if not work.chain or work.chain == chain_of(work.stamps):
-        return work
-    return dataclasses.replace(work, damaged=(*work.damaged, CHAIN))
+    told = dict(work.facts if facts is None else facts)
+    ended = dataclasses.replace(work, facts=told, error=str(error), chain=chain, complete=not error)
+    if not chain or chain == chain_of(work.stamps):
+        return ended
+    return dataclasses.replace(ended, damaged=(*work.damaged, CHAIN))
 
 
-def _work(content: Mapping[str, Any]) -> Work:
-    shapes: Sequence[Sequence[int]] = content.get("shapes", ())
-    return Work(
-        workload=str(content["workload"]),
-        tensors=tuple(content.get("tensors", ())),
-        shapes=tuple(tuple(shape) for shape in shapes),
-        dtypes=tuple(content.get("dtypes", ())),
-        facts=content.get("facts", {}),
-    )
+def _work(
+    *,
+    workload: str,
+    tensors: Sequence[str] = (),
+    shapes: Sequence[Sequence[int]] = (),
+    dtypes: Sequence[str] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> Work:
+    sizes = tuple(tuple(map(operator.index, shape)) for shape in shapes)
+    return Work(str(workload), tuple(map(str, tensors)), sizes, tuple(map(str, dtypes)), facts=dict(facts or {}))

@@ -16,6 +16,7 @@ from lockstep.check.wording import (
     counted,
     details,
     equal_steps,
+    golden_state,
     headline,
     kind_of,
     listed,
@@ -31,6 +32,7 @@ NARROWEST, WIDEST = 80, 120
 MOST_ROWS = 16  # more cards than this: those that pass share a line
 MOST_EXPLAINED = 3  # cards; the rest is in the page
 MOST_NOTES = 3
+MOST_REASONS = 3  # of one card, which may differ in every workload
 COLOURS = {"PASS": "\x1b[32m", "FAIL": "\x1b[31m", "UNDECIDED": "\x1b[33m"}
 PLAIN = "\x1b[0m"
 
@@ -58,10 +60,16 @@ def lines(told: Report, *, width: int = 100, colour: bool = False, folder: Path 
     if len(alike(wrong)) > MOST_EXPLAINED:
         found.append(f"... and {len(alike(wrong)) - MOST_EXPLAINED} more: see {PAGE}")
     notes = Counter(note for card in told.gpus for note in card.notes)
-    found += ["", *(_cut(_note(note, count), width) for note, count in notes.most_common(MOST_NOTES))]
-    found += [_cut(f"{label}: {'; '.join(texts)}", width) for label, texts in _reach(told) if texts]
-    found += [*_wrapped(f"limits: {' '.join(told.coverage.limits)}", width)]
-    return [*found, f"report: {folder / PAGE if folder else PAGE}, {schema.FILE}"]
+    found += [] if wrong else [""]  # what is explained is set apart by its indent
+    found += [_cut(_note(note, count), width) for note, count in notes.most_common(MOST_NOTES)]
+    found += [_cut(f"covered: {'; '.join(told.coverage.covered)}", width)] if told.coverage.covered else []
+    left_out = told.coverage.not_covered
+    found += _wrapped(f"not covered: {'; '.join(left_out)}", width) if left_out else []  # never cut: it is a limit
+    found += _wrapped(f"limits: {' '.join(told.coverage.limits)}", width)
+    files, golden = f"report: {folder / PAGE if folder else PAGE}, {schema.FILE}", golden_state(told)
+    if golden and len(files) + len(golden) + len("; golden: ") > width:
+        return [*found, files, f"golden: {golden}"]
+    return [*found, f"{files}; golden: {golden}" if golden else files]
 
 
 def _head(told: Report, width: int, colour: bool) -> list[str]:
@@ -118,12 +126,8 @@ def _explained(cards: Sequence[CardEntry], width: int) -> list[str]:
         if len(cards) == 1
         else listed([each.name for each in cards])
     )
-    texts = [*details(card), f"try: {card.advice}" if card.advice else ""]
+    texts = [*details(card, most=MOST_REASONS), f"try: {card.advice}" if card.advice else ""]
     return [title, *(line for text in texts if text for line in _wrapped(text, width, indent="  "))]
-
-
-def _reach(told: Report) -> list[tuple[str, Sequence[str]]]:
-    return [("covered", told.coverage.covered), ("not covered", told.coverage.not_covered)]
 
 
 def _note(note: str, count: int) -> str:

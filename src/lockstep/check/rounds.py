@@ -199,6 +199,4 @@ def _replica(errand: Errand, ending: Ending) -> Replica:
     replica = records.read(errand.record, errand.card)
     told = any(work.error for work in replica.works)
     error = "" if told and ending.code == ExitCode.FAILED else ending.error
-    if not error and ending.code == 0 and not told and len(replica.works) < len(errand.workloads):
-        error = "ended before its last workload"
     return dataclasses.replace(replica, exit_code=ending.code, error=error)

@@ -245,9 +245,10 @@ def _beyond(work: Work) -> list[str]:
 
 def _kinds(seat: Seat, seats: Sequence[Seat]) -> list[Finding]:
     """Cards that are not all alike are told so: their bits may differ for that reason alone."""
-    if len({each.kind for each in seats}) == 1:
+    known = [each for each in seats if each.first.versions]  # of one without a record nobody knows what it is like
+    if seat not in known or len({each.kind for each in known}) == 1:
         return []
-    alike = [each.label for each in seats if each.kind == seat.kind and each is not seat]
+    alike = [each.label for each in known if each.kind == seat.kind and each is not seat]
     card, torch = seat.first.card, seat.first.versions.get("torch", "?")
     kind = ", ".join(filter(None, (card.model, card.driver and f"driver {card.driver}", f"torch {torch}")))
     partners = f"compared with {', '.join(alike)}" if alike else "no other card is of its kind"

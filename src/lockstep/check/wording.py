@@ -15,7 +15,8 @@ def headline(told: Report) -> str:
     counts = Counter(card.status for card in told.gpus)
     many, kind = len(told.gpus), kind_of(told)
     if told.status == "PASS":
-        who = f"all {many} {kind}s agree" if many > 1 else f"the {kind} agrees with itself"
+        every = "both" if many == 2 else f"all {many}"
+        who = f"{every} {kind}s agree" if many > 1 else f"the {kind} agrees with itself"
         return f"PASS: {who} bit for bit"
     parts = [f"{counts['PASS']} of {many} pass"] if counts["PASS"] else []
     for status, word in (("FAIL", "fails"), ("UNDECIDED", "is undecided")):
@@ -56,9 +57,23 @@ def alike(cards: Sequence[CardEntry]) -> list[list[CardEntry]]:
     return list(groups.values())
 
 
-def details(card: CardEntry) -> list[str]:
-    """Why a card does not pass: the reasons, the elements that differ, and what a second run has shown."""
-    found = list(card.reasons) or [card.error]
+def golden_state(told: Report) -> str:
+    """What came of the golden file, as the check told it; empty: none was given."""
+    words = {
+        "used": "compared with {file}",
+        "written": "written to {file}",
+        "no entry": "no entry in {file}",
+        "not written": "not written to {file}: {why}",
+    }
+    about = {"file": told.golden.get("file", ""), "why": told.golden.get("why", "")}
+    return words.get(str(told.golden.get("state", "")), "").format(**about)
+
+
+def details(card: CardEntry, *, most: int | None = None) -> list[str]:
+    """Why a card does not pass: the reasons (of many the first), the elements that differ, what a second run showed."""
+    found = list(card.reasons[:most]) or [card.error]
+    hidden = len(card.reasons) - len(card.reasons[:most])
+    found += [f"... and {counted(hidden, 'reason')} more in the report"] if hidden else []
     if card.difference:
         found += [_elements(card.difference, told=" ".join(card.reasons)), run_again(card.difference)]
     return [text for text in found if text]

@@ -34,7 +34,8 @@ def explain(error: BaseException, planned: Plan, *, run: RunDir, place: env.Env)
         return LockstepError("left training with exit code 0")
     if is_lost_peer(error):
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        lost = LockstepError(f"lost contact with another worker ({said})")
+        told = isinstance(error, LockstepError) and error.secondary  # it has said why, and is not merely gone
+        lost = LockstepError(f"another worker failed: {said}" if told else f"lost contact with another worker ({said})")
         lost.secondary = True
         return lost
     if not shortage.is_shortage(error):

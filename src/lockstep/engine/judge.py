@@ -97,7 +97,7 @@ def _tell(parts: Parts, bad: BadStep, finding: Finding, error: NonFiniteError) -
     if finding.guilty or (finding.rank == 0 and not _is_shown(parts, first.rank)):
         for line in words.report(finding if finding.guilty else first):
             logger.error("%s", line)
-    error.finding, error.elsewhere = first.as_json(), bool(finding.ranks) and not finding.guilty
+    error.finding, error.elsewhere = first.as_json(), bool(finding.ranks) and finding.rank != first.rank
     parts.link.enter("backward" if first.place and first.place.phase == "backward" else "forward", finding.step)
     if not first.reproduced:
         error.hint = "lockstep resume goes on from the step before; if it happens again here, the device is to blame"

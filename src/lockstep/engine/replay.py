@@ -117,6 +117,9 @@ class Replayed:
 def replay(folder: Path, asked: Sequence[Change] = (), *, device: str = "auto") -> tuple[Replayed, Finding]:
     """Run the step of a bundle again; `asked`: only these changes, else all that could tell something."""
     read = bundle.read(folder)
+    for change in asked:
+        if change.drop >= 0:
+            without_row(read.batches, change.drop)  # refused now, not after the first pass, or never
     if read.weights != folder:
         if not read.weights.is_dir():
             what = "the bundle has no weights, and the checkpoint it names is gone"

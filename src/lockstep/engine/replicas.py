@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.engine.step import Reading, Stepper
 
 SLICE_STEPS = 4096  # compared at once: bounds what travels and what is kept
-HINT = "run it again; if it is the same GPU, leave it out (--gpus) and have it looked at"
+HINT = "lockstep check; if it names the same GPU, leave that one out (--gpus) and have it looked at"
 MAX_BYTES_AFTER_A_FAILURE = 1 << 26  # of all records: who fails is not to be kept waiting
 
 

@@ -27,6 +27,7 @@ REQUEST = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.,]+) (bytes|[KMGTPE]
 OTHER_WORDS = re.compile(r"allocate memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 EIGHTHS = (6, 4, 2, 1)  # of a context length
 LEAST_TOKENS = 8
+OF_THE_HOST = "more host memory for the job, or less beside it: no setting of the model takes it while it is on a GPU"
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,11 @@ def explain(error: BaseException, work: Work, *, run: RunDir | None = None, work
     `workers` of this machine live on the same memory, unless each has its own.
     """
     asked, bounds = requested_bytes(str(error)), hardware.memory_bounds(work.device)
-    room = int(ROOM * (bounds.limit - bounds.taken))
+    room, sharing = int(ROOM * (bounds.limit - bounds.taken)), workers if bounds.shared else 1
+    options, need = work.config.training, work.need()
     missing = max(0, bounds.peak + asked - room) if asked is not None else 0
-    missing = -(-missing // workers) if bounds.shared else missing
-    options, need, found = work.config.training, work.need(), remedy(work, missing=missing)
+    to_come = need.total - room // sharing  # the request that failed may be the first of many
+    found = remedy(work, missing=max(-(-missing // sharing), to_come))
     figures = [
         *([f"{size_text(asked)} asked for"] if asked is not None else []),
         f"peak {size_text(bounds.peak)}",
@@ -108,9 +110,13 @@ def explain(error: BaseException, work: Work, *, run: RunDir | None = None, work
     return told
 
 
-def foreseen(work: Work) -> dict[str, Any]:
-    """What a launcher says of a worker that the kernel has killed for want of memory."""
-    return {"estimated_bytes": work.need().total, "remedy": asdict(remedy(work))}
+def foreseen(work: Work, *, workers: int = 1) -> dict[str, Any]:
+    """What a launcher says of a worker that the kernel has killed for want of memory: the host's, not a card's."""
+    if work.device.type != "cpu":
+        return {"estimated_bytes": None, "remedy": asdict(Remedy("", OF_THE_HOST))}
+    bounds, need = hardware.memory_bounds(work.device), work.need().total
+    to_come = need - int(ROOM * bounds.limit) // (workers if bounds.shared else 1)
+    return {"estimated_bytes": need, "remedy": asdict(remedy(work, missing=max(0, to_come)))}
 
 
 def as_command(found: Remedy, run: RunDir | None) -> str:

@@ -101,7 +101,7 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
             planned = plan(loaded, device)
             fitting.check_memory(planned.config, planned.shape, device, shards=present.shards(system.mode, place))
-            link.tell_remedy(shortage.foreseen(shortage.work_of(planned, place)))
+            link.tell_remedy(shortage.foreseen(shortage.work_of(planned, place), workers=place.local_world))
             run, point = choose_run(group, planned, loaded, closing)
             if point:
                 handover.hand_over(point.checkpoint, group, place)

@@ -122,8 +122,9 @@ class Stranger:
             signal.pidfd_send_signal(self.handle, number)
 
     def look(self) -> int:
-        """How it ended, if its parent has not yet waited for it."""
+        """How it ended: its parent may have been quicker to ask, and then only a recent kernel knows."""
         status = processes.ended_status(self.pid)
+        status = processes.forgotten_status(self.handle) if status is None else status
         os.close(self.handle)
         if status is None:
             self.code = self.UNKNOWN

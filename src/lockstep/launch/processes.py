@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID = "LOCKSTEP_RUN_ID"
+PIDFD_INFO = struct.Struct("=QQ11Ii")  # Linux's struct pidfd_info: mask, cgroup, eleven ids, wait status
+PIDFD_INFO_EXIT = 1 << 3
+PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,17 @@ def ended_status(pid: int) -> int | None:
     except OSError:
         return None
     return int(fields[49]) if fields[0] in (b"Z", b"X") else None
+
+
+def forgotten_status(handle: int) -> int | None:
+    """The wait status of a process that its parent has waited for already: Linux 6.15 and later remember it."""
+    asked = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(handle, PIDFD_GET_INFO, asked)
+    except OSError:  # an older kernel
+        return None
+    mask, *_ids, status = PIDFD_INFO.unpack(asked)
+    return status if mask & PIDFD_INFO_EXIT else None
 
 
 def of_run(run_id: str) -> list[int]:

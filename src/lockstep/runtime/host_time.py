@@ -10,11 +10,21 @@ import time
 from pathlib import Path
 
 SCHEDULING = Path("/proc/thread-self/schedstat")  # nanoseconds on a processor, nanoseconds waiting for one, turns
+MOST_READINGS = 20  # each takes some microseconds
 
 
 def own_seconds() -> float:
-    """A clock that stands still while this thread waits for a processor; only differences mean something."""
-    return time.perf_counter() - _waited_seconds()
+    """A clock that stands still while this thread waits for a processor; only differences mean something.
+
+    Who loses the processor between the two readings has waited after the wall clock was read: then they do not belong
+    together, a step could even seem to take less than no time, and both are read again.
+    """
+    waited, now = _waited_seconds(), time.perf_counter()
+    for _ in range(MOST_READINGS):
+        if (again := _waited_seconds()) == waited:
+            break
+        waited, now = again, time.perf_counter()
+    return now - waited
 
 
 def _waited_seconds() -> float:

@@ -183,32 +183,15 @@ class Reducer:
             self._works.append(work)
 
 
-class Apart:
+class Apart(Alone):
     """A Reducer's gradients as each rank has made them: nothing is exchanged."""
 
-    waited_seconds = 0.0
-
     def __init__(self, reducer: Reducer) -> None:
+        super().__init__(())
         self.reducer = reducer
-
-    def before_backward(self, *, last: bool) -> None: ...
-
-    def finish(self) -> None: ...
 
     def zero(self) -> None:
         self.reducer.zero()
-
-    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return total_norm(parameters)
-
-    def add_up(self, parts: Sequence[Tensor]) -> Tensor:
-        return in_sequence(parts)
-
-    def own(self, norm: Tensor) -> Tensor:
-        return norm
-
-    def total(self, loss: Tensor) -> Tensor:
-        return loss
 
 
 def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
