@@ -107,7 +107,8 @@ ELSEWHERE: dict[str, str] = {
         "test_settings_reach_the_workers",
     ),
     "report.profile": "test_logs_profile_and_settings_that_act",
-    **dict.fromkeys(("report.profile_from", "report.profile_steps"), "test_a_profile_is_written"),
+    "report.profile_steps": "test_a_profile_is_written",
+    "checkpoint.on_full": "test_a_full_disk_stops_or_is_tried_again",
     "report.results_dir": "test_other_families_have_results_too",
     # below, in this file
     "system.device": "test_the_device_is_the_one_that_was_named",

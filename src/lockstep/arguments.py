@@ -109,6 +109,8 @@ class Parser(argparse.ArgumentParser):
         self.flag("--node-rank", "which of them this is, from 0", metavar="N", type=whole(0), group=group)
         self.flag("--master-addr", "address of the first machine", metavar="HOST", group=group)
         self.flag("--master-port", "its port (a free one)", metavar="PORT", type=whole(1), group=group)
+        self.flag("--restarts", "after a crash or hang go on from the last checkpoint, so often at most (0)",
+                  metavar="N", type=whole(0), default=0, group=group)  # fmt: skip
 
     def no_such_flag(self, flag: str, others: Sequence[str] = ()) -> ConfigError:
         """A refusal that names the flag most like it."""

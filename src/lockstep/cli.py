@@ -129,8 +129,8 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
         return ExitCode.DONE
     if arguments.list or arguments.verify:
         return _show_datasets(roots, verify=arguments.verify)
+    from lockstep.preparing import prepare_data
     from lockstep.report.logs import setup_logging
-    from lockstep.start import prepare_data
 
     setup_logging(level=loaded.config.debug.log_level)
     for notice in loaded.notices:
@@ -148,9 +148,9 @@ def _show_datasets(roots: list[Path], *, verify: bool) -> int:
 
 def collect(arguments: Namespace, settings: list[Setting]) -> int:
     """Let source learners make the histories that an agent learns from."""
+    from lockstep.preparing import collect_histories
     from lockstep.report.logs import setup_logging
     from lockstep.runtime.devices import check_asked
-    from lockstep.start import collect_histories
 
     loaded = _resolve(arguments, settings)
     check_asked(loaded.config.system)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ExitCode
 from lockstep.guard import say
-from lockstep.rundir import MANIFEST, RunDir
+from lockstep.rundir import MANIFEST, RunDir, read_json
 from lockstep.runtime.scrub import scrubber
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROLES = ("identity", "layout", "cosmetic")
 VARIABLES = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")  # of the environment: what decides bits
-FACTS = ("device_name", "threads", "world", "batch_rows", "attention", "compiled")  # of a state
+FACTS = ("device_name", "threads", "world", "batch_rows", "attention", "compiled", "cpu_kernels")  # of a state
 OF_START = {"device_name": "device", "attention": "attention"}  # the same, as the beginning of a run tells them
 
 
@@ -153,8 +153,8 @@ def read(root: Path) -> Told:
 def _json(path: Path) -> dict[str, Any]:
     """An object; {} where there is none to be read."""
     try:
-        return _object(json_format.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):
+        return _object(read_json(path))
+    except (OSError, ValueError):
         return {}
 
 

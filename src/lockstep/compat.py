@@ -128,8 +128,8 @@ def _launch(loaded: Loaded, begin: Start, argv: Sequence[str]) -> int:
 
 def _prepare(loaded: Loaded) -> int:
     """Build or find the dataset of a configuration; `prepare` says which."""
+    from lockstep.preparing import prepare_data
     from lockstep.report.logs import setup_logging
-    from lockstep.start import prepare_data
 
     config = loaded.config
     log_files = [Path(config.report.log_file)] if config.report.log_file else []

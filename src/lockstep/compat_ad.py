@@ -276,9 +276,9 @@ COLLECT = CollectDoor(
 
 def collect(argv: Sequence[str]) -> int:
     """collect.py: nothing, where the file is there already."""
+    from lockstep.preparing import collect_histories
     from lockstep.report.logs import setup_logging
     from lockstep.runtime.devices import check_asked
-    from lockstep.start import collect_histories
 
     asked, settings = parse(COLLECT, COLLECT.complete(argv))
     loaded = resolve(COLLECT, asked, settings)

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep import __version__
 from lockstep.errors import NotFoundError
 from lockstep.registry import suggest
-from lockstep.rundir import MANIFEST, RunDir
+from lockstep.rundir import MANIFEST, RunDir, open_plain, read_json
 
 RUNS = Path("runs")
 SHOWN_RUNS = 5
@@ -42,9 +42,9 @@ def family_of(path: Path) -> str:
     """What a run or one of its checkpoints is of, as its files say; empty where they do not."""
     for file in (root_of(path) / "config.json", path / "run.json"):
         try:
-            told = json.loads(file.read_text(encoding="utf-8"))
+            told = read_json(file)
             return str(told.get("family") or told["about"]["family"])
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
             continue
     return ""
 
@@ -82,7 +82,7 @@ def _state(run: RunDir) -> str:
     """How a run stands, from the last lines of its events."""
     age = _age(time.time() - run.config.stat().st_mtime)
     try:
-        with run.events.open("rb") as file:
+        with open_plain(run.events) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
@@ -92,7 +92,7 @@ def _state(run: RunDir) -> str:
         try:
             event: dict[str, Any] = json.loads(line)
             kind = event["kind"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
         if kind == "end":
             code = event.get("exit_code")

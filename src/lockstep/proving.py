@@ -22,7 +22,7 @@ from lockstep.comparing import facts_of, pairs
 from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
-from lockstep.rundir import MANIFEST, RunDir
+from lockstep.rundir import MANIFEST, RunDir, read_json
 from lockstep.runtime import env
 from lockstep.runtime.scrub import scrubber
 
@@ -45,6 +45,7 @@ SURROUNDINGS = (
     "determinism",
     "attention",
     "compiled",
+    "cpu_kernels",
 )  # of a state, beside versions
 
 
@@ -122,8 +123,8 @@ def _steps(checkpoint: Path) -> int:
     from lockstep.engine.checkpoint import RUN
 
     try:
-        return int(json.loads((checkpoint / RUN).read_text(encoding="utf-8"))["progress"]["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return int(read_json(checkpoint / RUN)["progress"]["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.errors import DataError, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
+from lockstep.rundir import read_json
 from lockstep.runtime.scrub import scrubber
 
 BUNDLE = "bundle.json"
@@ -58,7 +59,7 @@ def find(name: str) -> Path:
 def _named_by_failure(run: Path) -> tuple[str, ...]:
     """(worker, "faults", step) of the failure that ended the run: one that went on may have kept others before."""
     try:
-        record = json.loads((run / "failure.json").read_text(encoding="utf-8"))
+        record = read_json(run / "failure.json")
         return Path(record["bundle"]).parts[-3:]
     except (OSError, ValueError, KeyError, TypeError):
         return ()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, OutputError
 
@@ -24,6 +26,8 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}")
 HASH_CHUNK_BYTES = 1 << 22
+JSON_BYTES = 64 << 20  # no file of ours comes near
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: the word of a library that keeps no number
 
 Beat = Callable[[], object]  # called as work goes on, for whoever watches
 
@@ -65,6 +69,11 @@ class RunDir:
         return self.root / "failure.json"
 
     @property
+    def failures(self) -> Path:
+        """Where failure.json goes when the run goes on: 001.json and so on."""
+        return self.root / "failures"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -84,14 +93,15 @@ class RunDir:
         return self.checkpoints / f"step_{step:08d}"
 
 
-def create_run(out: Path, name: str) -> RunDir:
-    """A new run folder under `out`. Refuses a folder that holds a run already."""
+def create_run(out: Path, name: str, *, before: Callable[[Path], object] = lambda _: None) -> RunDir:
+    """A new run folder under `out`. Refuses one that is there already; `before` hears of it before it is made."""
     if name == LATEST:
         raise ConfigError(f"run name {name!r} is the link to the newest run", hint="another --name")
     root = out / check_name(name)
     if root.exists():
         hint = f"lockstep resume {shlex.quote(str(root))}, or another --name"
         raise ConfigError(f"run {name!r} exists already in {out}", hint=hint)
+    before(root)
     try:
         root.mkdir(parents=True)
     except OSError as error:
@@ -101,6 +111,14 @@ def create_run(out: Path, name: str) -> RunDir:
             hint="--out DIR, a folder you can write to",
         ) from error
     return RunDir(root)
+
+
+def set_aside(run: RunDir) -> None:
+    """Keep the failure that a run goes on after: failure.json is that of the last attempt only."""
+    if run.failure.exists():
+        run.failures.mkdir(exist_ok=True)
+        places = (run.failures / f"{number:03d}.json" for number in itertools.count(1))
+        run.failure.replace(next(place for place in places if not place.exists()))
 
 
 def point_latest(run: RunDir) -> None:
@@ -143,11 +161,31 @@ def fsync_path(path: Path) -> None:
 def sha256(path: Path, beat: Beat = unwatched) -> str:
     """The SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
             beat()
     return digest.hexdigest()
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """A file to read from, whoever put it there. A pipe or a device, which might never end, is an OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # who opens a pipe would wait for its writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds, whoever wrote it. If it is none: OSError or ValueError, nothing else, and soon."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > JSON_BYTES:
+            raise ValueError(f"larger than {JSON_BYTES >> 20} MiB")
+        try:
+            return json.loads(file.read())
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -250,13 +288,13 @@ def verify(
         if Path(error.filename or "") == manifest:
             raise DataError("no manifest: the save did not finish", where=str(folder)) from None
         raise DataError("missing file", where=str(error.filename)) from None
-    except (OSError, RecursionError) as error:
+    except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(folder)) from None
 
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = read_json(path)["files"]
         entries = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"unreadable manifest ({error})", where=str(path)) from None
@@ -267,10 +305,21 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def _verify_file(path: Path, size: int, digest: str) -> None:
-    if path.stat().st_size != size:
-        raise DataError(f"{path.stat().st_size} bytes, the manifest says {size}", where=str(path))
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError("a link, a pipe or a device in place of the file", where=str(path))
+    if found.st_size != size:
+        raise DataError(f"{found.st_size} bytes, the manifest says {size}", where=str(path))
     if digest and sha256(path) != digest:
         raise DataError("content does not match its SHA-256", where=str(path))
+
+
+def check_plain(folder: Path) -> None:
+    """Refuse a folder from elsewhere in which something that will be written to leads out of it, or never answers."""
+    for place, _, names in os.walk(folder):
+        for path in (Path(place) / name for name in names):
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise DataError("a link, a pipe or a device in place of a file", where=str(path), hint=f"rm {path}")
 
 
 def sweep(folder: Path) -> list[str]:
@@ -287,11 +336,11 @@ def sweep(folder: Path) -> list[str]:
 def io_error(error: OSError, path: Path, *, doing: str, need_bytes: int = 0) -> LockstepError:
     """An OSError as a user should read it: what, where, and for a full disk how much room there is, and is needed."""
     free, hint = "", f"make {path.parent} writable, or name another folder"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
+    if error.errno in NO_ROOM:
         hint = "free some space, or name a folder on another disk"
         with contextlib.suppress(OSError):
             place = next(parent for parent in (path, *path.parents) if parent.exists())
-            needed = f", {need_bytes / 2**20:.0f} MiB needed" if need_bytes else ""
-            free = f" ({shutil.disk_usage(place).free / 2**20:.0f} MiB free{needed})"
+            needed = f", {need_bytes / 2**20:.1f} MiB needed" if need_bytes else ""
+            free = f" ({shutil.disk_usage(place).free / 2**20:.1f} MiB free{needed})"
     what = f"{doing} failed: {error.strerror or error}{free}"
     return LockstepError(what, where=str(path), hint=hint, exit_code=ExitCode.IO)

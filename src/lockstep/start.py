@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.arguments import without
 from lockstep.errors import ConfigError, ExitCode, Stopped
@@ -22,7 +22,7 @@ from lockstep.runtime.grid import check_canonical, grid
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
     from lockstep.contracts import Sink
-    from lockstep.launch.supervise import Proc
+    from lockstep.launch.supervise import Outcome, Proc, Watch
     from lockstep.launch.torchrun import Meeting
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Start:
     node: int | None = None
     address: str | None = None
     port: int | None = None
+    restarts: int = 0  # how often a run may be started again after a crash or a hang
     single: bool = False  # a documented script of one process
     log_folder: Path | None = None  # of the documented launcher logs: gpu_<id>.log
     transcript: Path | None = None  # a file for all that is shown; of runs by workers of our own
@@ -54,7 +55,8 @@ class Start:
     def of(module: Sequence[str], argv: Sequence[str], asked: Namespace) -> Start:
         """The start that a parsed command line asks for."""
         words = (*module, *without(argv, *TOKEN_WORDS))
-        return Start(words, asked.launch, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port)
+        place = (asked.nodes, asked.node_rank, asked.master_addr, asked.master_port)
+        return Start(words, asked.launch, *place, restarts=asked.restarts)
 
 
 def is_child() -> bool:
@@ -79,7 +81,7 @@ def _start(loaded: Loaded, asked: Start) -> int:
     from lockstep.runtime import signals
 
     if is_child():
-        return _train(loaded, asked)
+        return _train_as_child(loaded, asked)
     with signals.listening():  # until training or the supervisor listens itself
         return _launch(loaded, asked)
 
@@ -99,11 +101,29 @@ def _launch(loaded: Loaded, asked: Start) -> int:
     if asked.how == "inline" and not alone:
         count = f"{nodes} x {len(gpus)}" if nodes > 1 else f"{len(gpus)}"
         raise ConfigError(f"inline is one process, {count} workers were asked for", where="--launch", hint="--gpus 1")
-    if alone and asked.how in ("auto", "inline"):
+    if asked.how == "inline" and asked.restarts:
+        what = "inline is this process, and nobody is left to start it again"
+        raise ConfigError(what, where="--restarts", hint="--launch workers")
+    if alone and asked.how in ("auto", "inline") and not asked.restarts:
         if not on_cpu:
             env.show_only(gpus[0])
         return _train(loaded, asked)
     return _supervise(loaded, asked, gpus=gpus, on_cpu=on_cpu, place=(node, nodes))
+
+
+def _train_as_child(loaded: Loaded, asked: Start) -> int:
+    """A worker's part; none, where torchrun starts the workers again after a failure that would only come again."""
+    from lockstep.launch import between_rounds
+
+    first, foreign = env.detect().rank == 0, not env.launcher_pid()
+    if asked.restarts and first and foreign:
+        asked.told("[WARNING] --restarts is for our own launcher: torchrun has --max-restarts, SLURM its requeue")
+    if foreign and (record := between_rounds.verdict()):
+        code = int(record.get("exit_code") or record.get("stopped") or ExitCode.FAILED)
+        if first:
+            asked.told(f"[RESTART] in vain: exit code {code} again, {record.get('cause', 'it was asked to stop')}")
+        return code
+    return _train(loaded, asked)
 
 
 def _train(loaded: Loaded, asked: Start) -> int:
@@ -118,55 +138,11 @@ def _train(loaded: Loaded, asked: Start) -> int:
 
 
 def _prepare_as_child(loaded: Loaded) -> int:
+    from lockstep.preparing import prepare_data
     from lockstep.report.logs import setup_logging
 
     setup_logging(level=loaded.config.debug.log_level)
     return prepare_data(loaded)
-
-
-def prepare_data(loaded: Loaded, to: Path | None = None) -> int:
-    """Build or find the dataset of a configuration; `to`: also as a folder of windows."""
-    import torch
-
-    from lockstep.engine import settle, windows
-    from lockstep.engine.build import plan
-    from lockstep.engine.prepare import prepare
-    from lockstep.runtime import signals
-
-    if to is not None:
-        windows.check_target(loaded.config, to)
-    with signals.listening():
-        decided = settle.decide(loaded.config)
-        for line in settle.lines(decided):
-            logger.warning("%s", line)
-        planned = plan(settle.settled(loaded, decided), torch.device("cpu"))
-        prepared = prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
-        if to is not None:
-            for line in windows.export(planned.config, prepared, planned.objective, planned.shape.vocab_size, to):
-                say(line)
-    return ExitCode.DONE
-
-
-def collect_histories(loaded: Loaded, *, overwrite: bool = False, dry_run: bool = False) -> int:
-    """Collect what an agent learns from, and say what has come of it; or only what would."""
-    from lockstep.data.options import HistoryOptions
-    from lockstep.runtime import signals
-
-    config = loaded.config
-    if not isinstance(config.data, HistoryOptions):
-        what = f"family {config.family!r} learns from text, and not from histories"
-        raise ConfigError(what, where="lockstep collect", hint=f"lockstep prepare {config.family}")
-    from lockstep.engine.histories import gather, planned
-
-    if dry_run:
-        from lockstep.config.show import show
-
-        say(show(loaded, only_set=True), "", *planned(config))
-        return ExitCode.DONE
-    with signals.listening():
-        say(*loaded.notices)
-        say(*gather(config, overwrite=overwrite).lines())
-    return ExitCode.DONE
 
 
 def _on_cpu(loaded: Loaded) -> bool:
@@ -216,8 +192,8 @@ def _nodes(asked: Start) -> tuple[int, int]:
 
 def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: bool, place: tuple[int, int]) -> int:
     from lockstep.engine import settle
-    from lockstep.launch.supervise import Watch, supervise
-    from lockstep.launch.torchrun import Meeting
+    from lockstep.launch.restarting import Story, keep_running
+    from lockstep.launch.supervise import Watch
 
     decided = settle.decide(loaded.config)
     loaded = settle.settled(loaded, decided)
@@ -232,23 +208,47 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
         node=node,
         nodes=nodes,
     )
-    address, port = _rendezvous(asked, node=node, nodes=nodes)
     found = [] if on_cpu else [f"Detected {len(devices.visible_gpus())} GPU(s)", *devices.busy_notices(gpus)]
     for notice in (*loaded.notices, *settle.lines(decided), *found):
         asked.told(notice)
-    if (code := _prepare_first(loaded, asked)) != ExitCode.DONE:
-        return code
+
+    def attempt(variables: Mapping[str, str]) -> Outcome:
+        return _attempt(loaded, asked, watch, gpus, on_cpu=on_cpu, variables=variables)
+
+    return keep_running(attempt, most=asked.restarts, node=node, say=asked.told, story=Story(_tell_restart))
+
+
+def _tell_restart(run: Path, fields: Mapping[str, Any]) -> None:
+    from lockstep.report.jsonl import EventSink
+    from lockstep.rundir import RunDir
+
+    sink = EventSink(RunDir(run).events)
+    sink.event("restart", fields)
+    sink.close()
+
+
+def _attempt(
+    loaded: Loaded, asked: Start, watch: Watch, gpus: Sequence[int], *, on_cpu: bool, variables: Mapping[str, str]
+) -> Outcome:
+    """One round: prepare, start the workers, and watch them to their end."""
+    from lockstep.launch.supervise import supervise
+    from lockstep.launch.torchrun import Meeting
+
+    nodes = watch.nodes
+    address, port = _rendezvous(asked, node=watch.node, nodes=nodes)
+    if (prepared := _prepare_first(loaded, asked)) and prepared.exit_code != ExitCode.DONE:
+        return prepared
     own = asked.how == "torchrun" and nodes == 1 and _port(asked) is None  # torchrun then finds a port itself
-    meeting = Meeting(node, nodes, address, 0 if own else port)
+    meeting = Meeting(watch.node, nodes, address, 0 if own else port)
     with _work_folder() as work:
         free = {"LOCKSTEP_PORT_FREE": "1" if nodes == 1 and _port(asked) is None else ""}  # rank 0 takes its own
-        procs = _plan(
-            asked, gpus, meeting, on_cpu=on_cpu, environ=_environment(loaded, on_cpu=on_cpu) | free, work=work
+        environ = {**_environment(loaded, on_cpu=on_cpu), **free, **variables}
+        outcome = supervise(
+            _plan(asked, gpus, meeting, on_cpu=on_cpu, environ=environ, work=work), watch, work, asked.told
         )
-        outcome = supervise(procs, watch, work, asked.told)
     if 0 < len(outcome.slow) < len(gpus):  # all of them in turn is a busy machine, not a slow worker
         asked.told(f"[WARNING] slower than the other workers in this run: {', '.join(outcome.slow)}")
-    return outcome.exit_code
+    return outcome
 
 
 def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
@@ -321,12 +321,12 @@ def _work_folder() -> Generator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _prepare_first(loaded: Loaded, asked: Start) -> int:
-    """Prepare the dataset before any worker starts; nothing to do where it is in the cache."""
+def _prepare_first(loaded: Loaded, asked: Start) -> Outcome | None:
+    """Prepare the dataset before any worker starts; None: it is in the cache already."""
     from lockstep.engine.prepare import is_prepared
 
     if is_prepared(loaded.config):
-        return ExitCode.DONE
+        return None
     from lockstep.launch.supervise import Proc, Watch, supervise
 
     asked.told("Preparing dataset...")
@@ -334,7 +334,7 @@ def _prepare_first(loaded: Loaded, asked: Start) -> int:
     child = Proc(tag="", slots=(0,), command=command, environ={**_environment(loaded), ROLE: "prepare"})
     watch = Watch(show="all", hang_seconds=NEVER_SECONDS, transcript=asked.transcript)
     with _work_folder() as work:
-        return supervise([child], watch, work, asked.told).exit_code
+        return supervise([child], watch, work, asked.told)
 
 
 def _by_slurm(loaded: Loaded, asked: Start) -> int:

@@ -152,6 +152,7 @@ class _Watched:
 
 def _in_full(state: State) -> str:
     lines = [f"{state.root.name}  {_life(state)}", f"  step {_steps(state)}{_speed(state, before=', ')}"]
+    lines += [f"  {state.determinism}"] if state.determinism else []
     if state.owner and state.is_running:
         lines.append(f"  process {state.owner.pid} on {state.owner.host}")
     if state.workers:

@@ -232,7 +232,7 @@ def test_files_of_other_programs(whole: Path, door: Run, here: Path) -> None:
     assert refused.code == 65
     assert f"{len(names) + 3} tensors are in the model or in the file only" in refused.text
     content["model"] = {name: torch.zeros(1) for name in names}
-    torch.save({**content, "optimizer": {}}, "broken.pt")
+    torch.save({**content, "optimizer": {"state": 3}}, "broken.pt")
     broken = door("train.py", *QUICK, "--name", "second", "--resume", "broken.pt")
     assert (broken.code, "not a checkpoint in the documented form" in broken.text) == (65, True), broken.text
 

@@ -248,6 +248,7 @@ def test_foreign_folders_beside_the_runs_are_no_trouble(in_dir: Path, lockstep: 
 
 
 DAMAGES: list[Callable[[dict[str, Any]], None]] = [
+    lambda run: run.update(format=2),
     lambda run: run.pop("progress"),
     lambda run: run.pop("applied_steps"),
     lambda run: run["progress"].update(extra=1),

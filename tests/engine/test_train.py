@@ -351,20 +351,6 @@ def test_two_processes_do_not_share_a_run(in_dir: Path, lockstep: Cli) -> None:
     assert "another process" in held.err
 
 
-def test_unwritable_output_is_refused_before_anything_is_loaded(
-    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (in_dir / "file").write_text("")
-
-    def never(*_args: Any, **_kwargs: Any) -> None:
-        raise AssertionError("data was prepared first")
-
-    monkeypatch.setattr("lockstep.engine.build.prepare", never)
-    refused = lockstep("train", "llama", "tiny", *QUICK, "--out", "file/runs")
-    assert refused.code == ExitCode.CANNOT_CREATE
-    assert "file/runs" in refused.err
-
-
 def test_logs_profile_and_settings_that_act(in_dir: Path, lockstep: Cli) -> None:
     done = lockstep(
         "train", "llama", "tiny", *QUICK, "--max-steps", "6", "--profile", "--log-dir", ".logs", "--log-file", "my.log",

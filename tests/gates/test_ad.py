@@ -46,7 +46,7 @@ def test_the_same_command_gives_the_same_weights(in_dir: Path, lockstep: Cli) ->
 
 def test_a_profile_is_written(in_dir: Path, lockstep: Cli) -> None:
     """Item 156: of the chosen steps, a file and the table of what took longest."""
-    words = ("--profile", "--profile-from", "4", "report.profile_steps=2")
+    words = ("--profile", "--profile-steps", "4-5")
     ended = lockstep("train", "ad", "tiny", *SHORT, "--max-steps", "6", *words, "--name", "run")
     assert ended.code == 0, ended.text
     trace = json.loads((in_dir / "runs" / "run" / "profile.json").read_text())
@@ -65,7 +65,7 @@ def test_a_profile_of_steps_that_never_come(
     begin: int, left: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Item 156; the first two steps of a start are never traced."""
-    with profiling(tmp_path / "trace.json", first=4, steps=2, begin=begin, steps_left=left) as profiler:
+    with profiling(tmp_path / "trace.json", (4, 2), begin=begin, steps_left=left) as profiler:
         profiler.step()
     assert f"Too few steps to profile: the first would be {told}" in caplog.text
     assert not (tmp_path / "trace.json").exists()

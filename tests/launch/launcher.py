@@ -1,16 +1,18 @@
-"""A launcher of stub workers: `python -m tests.launch.launcher WORKERS RUN [key=value of Watch ...]`."""
+"""A launcher of stub workers: `python -m tests.launch.launcher WORKERS RUN [key=value of Watch, restarts=N ...]`."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.guard import say
-from lockstep.launch import team, workers
-from lockstep.launch.supervise import Proc, Watch, supervise
+from lockstep.launch import restarting, team, workers
+from lockstep.launch.supervise import Outcome, Proc, Watch, supervise
+from lockstep.runtime import signals
 
 
 class NoReaper:
@@ -37,12 +39,22 @@ def main(words: list[str]) -> int:
         given[name] = Path(value) if name == "log_folder" else value if name in ("show", "prefix") else float(value)
     if given.pop("no_reaper", None):
         setattr(team, "Reaper", NoReaper)  # noqa: B010 - a control: the launcher without its second line of defence
+    restarts = int(given.pop("restarts", 0))
+    restarting.FIRST_SECONDS = given.pop("pause", restarting.FIRST_SECONDS)
+    watch = Watch(**({"show": "all"} | given))
     run.mkdir(exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="lockstep-"))
-    outcome = supervise(stub_procs(count, run, work), Watch(**({"show": "all"} | given)), work, say)
-    told = f"outcome: code {outcome.exit_code}, slow {list(outcome.slow)}, leaked {len(outcome.leaked)}\n"
-    sys.stderr.write(told)  # whoever reads the output may stand still
-    return outcome.exit_code
+
+    def attempt(variables: Mapping[str, str]) -> Outcome:
+        work = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        procs = stub_procs(count, run, work, **variables)
+        outcome = supervise(procs, watch, work, say)
+        told = f"outcome: code {outcome.exit_code}, slow {list(outcome.slow)}, leaked {len(outcome.leaked)}\n"
+        sys.stderr.write(told)  # whoever reads the output may stand still
+        return outcome
+
+    with signals.listening():
+        story = restarting.Story(lambda _run, _fields: None)
+        return restarting.keep_running(attempt, most=restarts, node=0, say=say, story=story)
 
 
 if __name__ == "__main__":

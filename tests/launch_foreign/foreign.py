@@ -25,7 +25,8 @@ LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--nproc_per_node=2"),
     "accelerate": ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"),
 }
-QUIET = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHELASTIC_ERROR_FILE": ""}
+FROM = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # where the package under test may be
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONPATH": FROM, "TORCHELASTIC_ERROR_FILE": ""}
 
 
 @dataclass

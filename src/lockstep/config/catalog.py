@@ -138,11 +138,17 @@ def _setting(path: Path, field: dict[str, Any]) -> Setting:
         role=field.get("role", ""),
         unit=field.get("unit", ""),
         default=field.get("default"),
-        expected=" or ".join([*(_words(choice) for choice in choices), *field.get("examples", [])]),
+        expected=_expected(choices, field.get("examples", [])),
         types=frozenset(types),
         words=tuple(words),
         secret=any(choice.get("writeOnly", False) for choice in choices),
     )
+
+
+def _expected(choices: list[dict[str, Any]], examples: list[str]) -> str:
+    if "pattern" in choices[0]:  # which examples say better than words
+        return f"text like {' or '.join(examples)}"
+    return " or ".join([*(_words(choice) for choice in choices), *examples])
 
 
 def _words(choice: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from lockstep.config.given import Origin, from_document, from_flag, from_overrid
 from lockstep.config.merge import MASK, Loaded, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
+from lockstep.rundir import read_json
 
 __all__ = [
     "Loaded", "Origin", "from_dict", "identity", "identity_diff", "identity_hash", "load", "load_file", "load_run",
@@ -81,7 +82,7 @@ def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
     """The configuration a run was started with, changed by flags."""
     path = run / "config.json"
     try:
-        saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        saved: dict[str, Any] = read_json(path)
         family, preset, tree = str(saved["family"]), str(saved["preset"]), dict(saved["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

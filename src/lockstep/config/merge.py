@@ -21,6 +21,7 @@ PRECISION = ("training", "precision")
 WARMUP, MAX_STEPS = ("training", "warmup_steps"), ("training", "max_steps")
 WARMUP_RATIO = ("training", "warmup_ratio")
 CONTEXT = ("training", "context_length")
+PROFILE_STEPS = ("report", "profile_steps")
 MOST_STEPS = 10_000_000  # no limit: the setting takes no more
 
 
@@ -45,6 +46,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
         for item in _translate(layer, known, notices):
             _merge(merged, replace(item, rank=rank))
     _join_precision(merged, notices, known)
+    _join_profile(merged, known)
     _prefer_own_data(merged, notices)
     _prefer_steps(merged, notices)
     same_length = merged.pop(renames.MAX_SEQ_LENGTH, None)
@@ -185,6 +187,27 @@ def _join_precision(merged: dict[tuple[str, ...], Given], notices: list[str], kn
         words = " and ".join(f"{item.written} {show_value(item.value)}" for item in (use_amp, amp_dtype) if item)
         notices.append(f"{latest.key_where}: {words}: read as training.precision {value}")
         merged[PRECISION] = replace(latest, path=PRECISION, value=value)
+
+
+def _join_profile(merged: dict[tuple[str, ...], Given], known: Catalog) -> None:
+    """`profile_from` and a count of steps, as files wrote them once, are the first and the last step."""
+    begin, steps = merged.pop(renames.PROFILE_FROM, None), merged.get(PROFILE_STEPS)
+    if steps and type(steps.value) is int:
+        steps = merged[PROFILE_STEPS] = replace(steps, value=str(steps.value))
+    if begin is None:
+        return
+    count = str(steps.value if steps else known.settings[PROFILE_STEPS].default)
+    if type(begin.value) is not int or begin.value < 0:
+        raise _refusal(begin, joint_setting(renames.PROFILE_FROM), known)
+    if steps and "-" in count:
+        raise ConfigError(
+            f"{begin.written} and {steps.written} both say which step is the first",
+            where=begin.key_where,
+            hint=f"keep one of them; the other is at {steps.key_where}",
+        )
+    if count.isascii() and count.isdigit():  # anything else is refused as it stands
+        text = f"{begin.value}-{begin.value + int(count) - 1}"
+        merged[PROFILE_STEPS] = replace(begin, path=PROFILE_STEPS, value=text)
 
 
 def _validate(family: str, merged: Mapping[tuple[str, ...], Given], known: Catalog) -> RunConfig:

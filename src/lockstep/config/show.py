@@ -107,8 +107,7 @@ def _path_of(key: str) -> tuple[str, ...]:
 def _find(path: tuple[str, ...], family: str) -> Setting | None:
     """The setting of that path, former word or last name."""
     known = catalog(family)
-    if path in renames.JOINT:
-        path = ("training", "context_length") if path == renames.MAX_SEQ_LENGTH else ("training", "precision")
+    path = renames.JOINT.get(path, path)
     named = known.by_name(path[0]) if len(path) == 1 else []
     return (
         known.settings.get(path)

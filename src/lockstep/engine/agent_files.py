@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.engine import legacy
 from lockstep.engine.checkpoint import State
-from lockstep.engine.epoch_files import WRAPPED, moments_of
 from lockstep.engine.legacy import EXTRA_KEY
 from lockstep.engine.progress import Progress
 from lockstep.errors import DataError
+from lockstep.runtime import torch_file
 from lockstep.runtime.marks import Marks
 
 logger = logging.getLogger(__name__)
@@ -63,9 +61,7 @@ def is_one(content: object) -> bool:
 def read(content: Mapping[str, Any], path: Path, *, names: list[str]) -> State:
     """The state in such a file, ours or that of another program. `names`: our parameters in optimizer order."""
     try:
-        model: dict[str, torch.Tensor] = {
-            name.removeprefix(WRAPPED): tensor for name, tensor in content["model"].items()
-        }
+        model = torch_file.unwrapped(content["model"], where=str(path))
         if other := sorted(set(names) ^ set(model)):
             raise DataError(
                 f"the weights are of another model: {len(other)} tensors are in the model or in the file only: "
@@ -75,14 +71,17 @@ def read(content: Mapping[str, Any], path: Path, *, names: list[str]) -> State:
             )
         ours = EXTRA_KEY in content
         run = dict(content[EXTRA_KEY]) if ours else _documented_run(content)
-        return State(model, moments_of(content["optimizer"]["state"], names if ours else list(model), model), run)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        optimizer = content["optimizer"]
+        order = names if ours else legacy.their_order(optimizer, list(model), model)
+        return State(model, legacy.moments_of(optimizer, order, model), run)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
 
 
 def _documented_run(content: Mapping[str, Any]) -> dict[str, Any]:
     """The counts of a file of another program: enough to go on, not enough for the same bits."""
     logger.warning("%s", legacy.NOT_EXACT)
-    step, applied = int(content["step"]), int(content["lr_sched"]["last_epoch"])
+    step = int(content["step"])
+    applied = legacy.applied_of(content.get("lr_sched"), step)
     progress = Progress(step=step, skipped=step - applied)
     return {"progress": progress.state_dict(), "applied_steps": applied, "loss_scale": None, "about": None}

@@ -42,14 +42,14 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.saving import Saver
 from lockstep.engine.snapshot import Snapshot
 from lockstep.engine.step import Stepper
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.health.finite import GradientWatch
 from lockstep.models import shapes
 from lockstep.models.build import Built
 from lockstep.models.build import build as build_model
 from lockstep.models.shapes import AnyShape
 from lockstep.rundir import RunDir
-from lockstep.runtime import determinism, devices, env, faults, hub, precision
+from lockstep.runtime import determinism, devices, env, faults, hub, precision, torch_file
 from lockstep.runtime.canonical import Canonical
 from lockstep.runtime.grid import check_canonical
 from lockstep.runtime.group import Group
@@ -128,6 +128,7 @@ def kernels(plan: Plan, built: Built) -> dict[str, Any]:
         "determinism": determinism.label(plan.device, deterministic=deterministic),
         "attention": built.attention,
         "compiled": built.compiled,
+        "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
     }
 
 
@@ -354,7 +355,10 @@ def _resume(stepper: Stepper, about: dict[str, Any], point: resume.ResumePoint, 
             check_batch(belongs.get("batch_rows"), config, world=about["world"], checkpoint=point.checkpoint)
         resume.check_belongs(belongs, about, checkpoint=point.checkpoint, allow=allow)
         adapters.check_base(belongs, about, checkpoint=point.checkpoint, model_path=config.model.model_path)
-    return state.restore(stepper, saved)
+    try:
+        return state.restore(stepper, saved)
+    except DataError as error:
+        raise DataError(error.what, where=error.where or str(point.checkpoint), hint=error.hint) from error
 
 
 def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkpoint: Path) -> None:
@@ -374,7 +378,7 @@ def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkp
 def _read_state(stepper: Stepper, path: Path) -> checkpoint.State:
     if path.suffix != ".pt":
         return checkpoint.load(path, stepper.council.group)
-    content, names = legacy.load(path), legacy.names_in_order(stepper)
+    content, names = torch_file.read(path), legacy.names_in_order(stepper)
     if agent_files.is_one(content):
         return agent_files.read(content, path, names=names)
     if epoch_files.is_one(content):

@@ -144,7 +144,7 @@ def read(folder: Path) -> Bundle:
     """A bundle after every byte of it was checked."""
     rundir.verify(folder, required=[ABOUT, BATCH])
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = rundir.read_json(folder / ABOUT)
         if about["format"] != FORMAT:
             raise DataError(f"a bundle of format {about['format']}, this version reads {FORMAT}", where=str(folder))
         tensors = load_file(folder / BATCH)
@@ -158,7 +158,7 @@ def read(folder: Path) -> Bundle:
                 raise DataError(f"not a bundle: {key} is {about[key]!r}"[:200], where=str(folder))
         if not batches:
             raise DataError("a bundle without rows", where=str(folder))
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(f"not a bundle: {error!r}"[:200], where=str(folder)) from None
     weights = folder if about["has_weights"] else Path(about["checkpoint"])
     return Bundle(folder, about, batches, finding, weights)

@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep import rundir
-from lockstep.engine.shards import Stored, index_of, make_index, piece_file, read_index, write_pieces
+from lockstep.engine.room import REST_BYTES, TENSOR_BYTES, Room, file_bytes, free_bytes
+from lockstep.engine.shards import Stored, index_of, make_index, piece_file, pieces_of, read_index, write_pieces
 from lockstep.errors import DataError, ExitCode, LockstepError, OutputError
 from lockstep.runtime.group import Group
 from lockstep.runtime.marks import Marks, NoMarks
@@ -65,6 +66,9 @@ class Checkpointer:
         self.group = group or Group()
         self.sharded, self.writes = sharded, writes
         self.link: Marks = NoMarks()  # who is to know that a save goes on
+        self.room = Room(folder)  # for what this rank writes
+        self.need_bytes = 0  # of the whole checkpoint, by all ranks
+        self.writers = [0]
         if sharded:
             check_common(folder, self.group)
             self.writers = [rank for rank, writing in enumerate(self.group.gather(writes)) if writing]
@@ -78,6 +82,62 @@ class Checkpointer:
             self.group.together(lambda: self._save_whole(final, state))
         return final
 
+    def reserve(self, state: State, *, saves: int) -> None:
+        """Before the first step: room for such a checkpoint, or the same refusal on all ranks, which all call it.
+
+        `saves`: how many are to come. The oldest goes when the newest is there: one more than are kept lie there then.
+        """
+        self.room.lasting = True
+        if self.sharded:
+            self._take_room(self.folder, state)
+        else:
+            self.group.together(lambda: self._take_own(self.folder, state))
+        if self.group.rank == 0:
+            self._foresee(saves)
+
+    def _foresee(self, saves: int) -> None:
+        need, free = self.need_bytes, free_bytes(self.folder)
+        wanted = min(saves, self.keep_last + 1 - len(self.found()))
+        fitting = int(self.room.is_held) + (free or 0) // need
+        if free is not None and fitting < wanted:
+            logger.warning(
+                "Room for %d more checkpoint%s of %.1f MiB, and %d are to lie here (%d kept, one on its way): %s",
+                fitting, "s"[: fitting != 1], need / 2**20, wanted, self.keep_last, self.folder,
+            )  # fmt: skip
+
+    def _sizes(self, state: State) -> list[int]:
+        """Bytes of each file that this rank writes, rather too many."""
+        rank, count = self.group.rank, len(state.model) + len(state.optimizer)
+        sizes: list[int] = []
+        if rank in self.writers:
+            parts = (state.model, state.optimizer)
+            first = rank == self.writers[0]
+            sizes = [file_bytes(part, pieces_of(part, first=first) if self.sharded else part) for part in parts]
+        if rank == 0:
+            index = count * TENSOR_BYTES * len(self.writers) if self.sharded else 0
+            files = sum(len(content) for content in self.extra_files.values())
+            sizes.append(REST_BYTES + index + files + len(json.dumps(state.run, indent=1)))
+        return sizes
+
+    def _take_own(self, final: Path, state: State) -> None:
+        sizes = self._sizes(state)
+        self.need_bytes = sum(sizes)
+        try:
+            self.room.take(sizes)
+        except OSError as error:
+            raise self._failed(error, final) from error
+
+    def _take_room(self, final: Path, state: State) -> None:
+        """Before a byte is written, by all ranks: if one of them has no room, none begins."""
+        sizes = self._sizes(state)
+        self.need_bytes = sum(self.group.gather(sum(sizes)))
+        said: dict[str, Any] = {}
+        try:
+            self.room.take(sizes, in_all=self.need_bytes)
+        except OSError as error:
+            said = self._told(error, final)
+        _raise_first(self.group.gather(said), self.group.rank)
+
     def _beat(self) -> None:
         """A save of many gigabytes is no hang, as long as it goes on."""
         self.link.enter("save")
@@ -85,20 +145,25 @@ class Checkpointer:
     def _save_whole(self, final: Path, state: State) -> None:
         if final.is_dir() and is_good(final):
             return  # the state after N steps of a run is one state
+        self._take_own(final, state)
         try:
+            self.room.give_up()
             with rundir.publishing(final, self._beat) as folder:
                 for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
                     save_file(dict(tensors), folder / file)
                     self._beat()
                 self._write_rest(folder, state)
         except (OSError, SafetensorError) as error:
-            raise _saving_failed(error, final, state) from error
+            raise self._failed(error, final) from error
         self._forget()
+        self.room.take_again(self._sizes(state))
 
     def _save_pieces(self, final: Path, state: State) -> None:
-        staged = self.group.together(lambda: self._stage(final))
-        if not staged:
+        if self.group.together(lambda: final.is_dir() and is_good(final)):
             return
+        self._take_room(final, state)
+        self.room.give_up()
+        staged = self.group.together(lambda: self._stage(final))
         written = self.group.gather(self._write_pieces(Path(staged), final, state))
         try:
             _raise_first(written, self.group.rank)
@@ -106,14 +171,13 @@ class Checkpointer:
         finally:
             if self.group.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
+        self.room.take_again(self._sizes(state))
 
     def _stage(self, final: Path) -> str:
-        if final.is_dir() and is_good(final):
-            return ""
         try:
             return str(rundir.stage(final))
         except OSError as error:
-            raise _saving_failed(error, final) from error
+            raise self._failed(error, final) from error
 
     def _write_pieces(self, staged: Path, final: Path, state: State) -> dict[str, Any]:
         """This rank's files; returns what the index and the manifest say of them, or why it could not."""
@@ -128,8 +192,7 @@ class Checkpointer:
                 self._beat()
                 said["files"][path.name] = rundir.entry(path, self._beat)
         except (OSError, SafetensorError) as error:
-            failed = _saving_failed(error, final, state)
-            return {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
+            return self._told(error, final)
         return said
 
     def _publish_pieces(self, staged: Path, final: Path, state: State, written: list[dict[str, Any]]) -> None:
@@ -141,13 +204,26 @@ class Checkpointer:
             self._write_rest(staged, state)
             rundir.publish(staged, final, known=known, beat=self._beat)
         except OSError as error:
-            raise _saving_failed(error, final) from error
+            raise self._failed(error, final) from error
         self._forget()
 
     def _write_rest(self, folder: Path, state: State) -> None:
         (folder / RUN).write_text(json.dumps(state.run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         for name, content in self.extra_files.items():
             (folder / name).write_bytes(content)
+
+    def _failed(self, error: Exception, final: Path) -> LockstepError:
+        """Why there is no such checkpoint, and which one there is."""
+        known = error if isinstance(error, OSError) else OSError(str(error))
+        failed = rundir.io_error(known, final, doing="saving a checkpoint", need_bytes=self.need_bytes)
+        good = next((path for path in reversed(self.found()) if is_good(path, content=False)), None)
+        failed.what += f"; the last good one is {good.name}" if good else "; there is none yet"
+        return failed
+
+    def _told(self, error: Exception, final: Path) -> dict[str, Any]:
+        """The same, for the other ranks."""
+        failed = self._failed(error, final)
+        return {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
 
     def _forget(self) -> None:
         found = self.found()
@@ -177,7 +253,12 @@ def load(path: Path, group: Group | None = None) -> State:
     except DataError as error:
         said = {"failed": error.what, "where": error.where, "hint": error.hint}
     _raise_first(group.gather(said), group.rank, DataError)
-    run = json.loads((path / RUN).read_text(encoding="utf-8"))
+    try:
+        run = rundir.read_json(path / RUN)
+        if not isinstance(run, dict):
+            raise ValueError("no state of a run")
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path / RUN)) from None
     return State(Stored(path, MODEL), Stored(path, OPTIMIZER), run)
 
 
@@ -255,9 +336,3 @@ def _raise_first(said: list[dict[str, Any]], own_rank: int, kind: type[LockstepE
             error = kind(each["failed"] + whose, where=each["where"], hint=each["hint"], exit_code=code)
             error.secondary = rank != own_rank
             raise error
-
-
-def _saving_failed(error: Exception, final: Path, state: State | None = None) -> LockstepError:
-    known = error if isinstance(error, OSError) else OSError(str(error))
-    need = sum(tensor.nbytes for part in (state.model, state.optimizer) for tensor in part.values()) if state else 0
-    return rundir.io_error(known, final, doing="saving a checkpoint", need_bytes=need)

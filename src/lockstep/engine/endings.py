@@ -98,6 +98,12 @@ def _is_io(error: BaseException) -> bool:
     return isinstance(error, LockstepError) and error.exit_code == ExitCode.IO
 
 
+def _is_no_room(error: BaseException) -> bool:
+    """Whether reading or writing failed for want of room: by the system's word, or by our own count before it."""
+    told = error if isinstance(error, OSError) else error.__cause__
+    return not isinstance(told, OSError) or told.errno in rundir.NO_ROOM
+
+
 def _tell_differences(run: RunDir, exit_code: int) -> None:
     """A worker whose bits were wrong before something failed may be the cause of it."""
     if exit_code != ExitCode.BAD_DEVICE and (said := replicas.differences_so_far(run.root)):
@@ -115,6 +121,8 @@ def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[
         code = error.code if isinstance(error.code, int) else int(ExitCode.FAILED)
         explained, cause = True, f"exited with code {code}"
     kind = "lost_peer" if getattr(error, "secondary", False) else "exit" if isinstance(error, SystemExit) else ""
+    if code == ExitCode.IO and not kind:
+        kind = "disk_full" if _is_no_room(error) else "io"
     kind = kind or next((name for family, name in KINDS.items() if isinstance(error, family)), "exception")
     return {
         "exit_code": code,

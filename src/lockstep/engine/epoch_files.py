@@ -12,24 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep import rundir
 from lockstep.engine import legacy
 from lockstep.engine.checkpoint import State
 from lockstep.engine.legacy import EXTRA_KEY
-from lockstep.engine.moments import MOMENTS
 from lockstep.engine.parts import Parts
 from lockstep.engine.progress import Progress
 from lockstep.engine.state import capture
 from lockstep.errors import DataError
 from lockstep.models import hf_names, lora
 from lockstep.models.shapes import AnyShape
+from lockstep.runtime import torch_file
 
 logger = logging.getLogger(__name__)
 
 EVERY = 5  # epochs: a file of each such one, beside those of the best and of the last
-WRAPPED = "module."  # what DDP puts before the names of a model that was not unwrapped
 Losses = list[float | None]
 
 
@@ -125,54 +122,29 @@ def read(content: Mapping[str, Any], path: Path, *, shape: AnyShape, names: list
             "holds whole weights, and this run trains additions to others", where=str(path), hint="--resume auto"
         )
     try:
-        stored: dict[str, torch.Tensor] = {
-            name.removeprefix(WRAPPED): tensor for name, tensor in content["model_state_dict"].items()
-        }
+        stored = torch_file.unwrapped(content["model_state_dict"], where=str(path))
         theirs = {name: _their_name(shape, name) for name in names}
         if missing := sorted(set(theirs.values()) ^ set(stored)):
             what = f"{len(missing)} tensors are in the model or in the file only: {', '.join(missing[:3])}"
             raise DataError(f"the weights are of another model: {what}", where=str(path))
         model = {name: stored[their] for name, their in theirs.items()}
-        slots: dict[int, dict[str, torch.Tensor]] = content["optimizer_state_dict"]["state"]
+        optimizer = content.get("optimizer_state_dict")
         if EXTRA_KEY in content:
             run, order = dict(content[EXTRA_KEY]), names
         else:
-            run, order = _documented_run(content), _file_order(stored, theirs)
-        moments = moments_of(slots, order, model)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            ours = {their: name for name, their in theirs.items()}
+            listed = [ours[their] for their in stored]
+            run, order = _documented_run(content), legacy.their_order(optimizer, listed, model)
+        moments = legacy.moments_of(optimizer, order, model)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
     return State(model, moments, run)
-
-
-def _file_order(stored: Mapping[str, torch.Tensor], theirs: Mapping[str, str]) -> list[str]:
-    """Another program numbers its parameters as its model lists them, which is the order of its file."""
-    ours = {their: name for name, their in theirs.items()}
-    return [ours[their] for their in stored]
-
-
-def moments_of(
-    slots: Mapping[int, Mapping[str, torch.Tensor]], order: list[str], model: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """By the names of the parameters; all zero, with a warning, where they cannot be told apart."""
-    kinds = {kind for slot in slots.values() for kind in slot} - {"step"}
-    fits = len(slots) == len(order) and all(
-        slots[place][kind].shape[:1] == model[name].shape[:1] for place, name in enumerate(order) for kind in MOMENTS
-    )
-    if fits:
-        return {
-            f"{kind}.{name}": slots[place][kind]
-            for place, name in enumerate(order)
-            for kind in kinds
-            if kind in slots[place]
-        }
-    logger.warning("The moments of the optimizer in this file are not those of these weights: they begin at zero")
-    return {f"{kind}.{name}": torch.zeros_like(model[name], dtype=torch.float32) for name in order for kind in MOMENTS}
 
 
 def _documented_run(content: Mapping[str, Any]) -> dict[str, Any]:
     """The counts of a file of another program: enough to go on, not enough for the same bits."""
     logger.warning("%s", legacy.NOT_EXACT)
     steps = int(content["scheduler_state_dict"]["last_epoch"])
-    losses = {name: [float(loss) for loss in content[name]] for name in ("train_losses", "val_losses")}
+    losses = {name: [legacy.finite(loss) for loss in content[name]] for name in ("train_losses", "val_losses")}
     progress = Progress(step=steps, train_losses=[*losses["train_losses"]], val_losses=[*losses["val_losses"]])
     return {"progress": progress.state_dict(), "applied_steps": steps, "loss_scale": None, "about": None}

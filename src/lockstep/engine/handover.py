@@ -50,7 +50,7 @@ def hand_over(checkpoint: Path, group: Group, place: Env) -> None:
 def _contents(checkpoint: Path) -> str:
     """A hash of all that the manifest says; '' where there is none: a name alone may be that of an older run."""
     try:
-        files = json.loads((checkpoint / rundir.MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = rundir.read_json(checkpoint / rundir.MANIFEST)["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

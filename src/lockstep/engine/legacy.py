@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import pickle
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from lockstep.engine.checkpoint import State
 from lockstep.engine.moments import MOMENTS, SCALES
 from lockstep.engine.progress import Progress
 from lockstep.engine.step import Stepper
-from lockstep.errors import DataError, NotFoundError
+from lockstep.errors import DataError
+from lockstep.runtime import torch_file
 from lockstep.runtime.group import Group
 from lockstep.runtime.marks import Marks
 from lockstep.runtime.parallel import is_sharded, whole
@@ -163,41 +164,72 @@ def gathered(
     return model, optimizer
 
 
-def load(path: Path) -> Any:
-    """What a .pt file holds: plain values and tensors, or it is refused."""
-    if not path.is_file():
-        raise NotFoundError("no such checkpoint", where=str(path))
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        reason = "not a file of torch.save" if isinstance(error, KeyError) else first[:200]  # which says a number only
-        what, hint = f"foreign or damaged file, refused: {reason}", "an older one, or the checkpoints/ of its run"
-        raise DataError(what, where=str(path), hint=hint) from error
-
-
 def read(content: Any, path: Path, names: list[str]) -> State:
     """The state in a documented file. `names`: the model's parameters in optimizer order."""
     try:
-        slots = content["optimizer_state_dict"]["state"]
-        present = [(slots[index], name) for index, name in enumerate(names) if index in slots]  # another model: fewer
-        moments = {f"{kind}.{name}": slot[kind] for slot, name in present for kind in MOMENTS}
-        moments |= {f"{kind}.{name}": slot[kind] for slot, name in present for kind in SCALES if kind in slot}
-        run = dict(content[EXTRA_KEY]) if EXTRA_KEY in content else _documented_run(content)
-        return State(dict(content["model_state_dict"]), moments, run)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        model = torch_file.unwrapped(content["model_state_dict"], where=str(path))
+        ours = EXTRA_KEY in content
+        run = dict(content[EXTRA_KEY]) if ours else _documented_run(content)
+        optimizer = content.get("optimizer_state_dict")
+        order = names if ours else their_order(optimizer, list(model), model)
+        return State(model, moments_of(optimizer, order, model), run)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
+
+
+def moments_of(optimizer: Any, order: list[str], model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names of the parameters; all zero, with a warning, where there are none or they cannot be told apart."""
+    slots: Mapping[int, Mapping[str, torch.Tensor]] = (optimizer or {}).get("state", {})
+
+    def fits(slot: Mapping[str, torch.Tensor], weight: torch.Tensor) -> bool:
+        whole = all(torch_file.is_plain(slot[kind]) and slot[kind].shape == weight.shape for kind in MOMENTS)
+        return whole or any(kind in slot for kind in SCALES)  # in fewer bits they have other sizes
+
+    if slots and len(slots) == len(order) and all(fits(slots[at], model[name]) for at, name in enumerate(order)):
+        return {
+            f"{kind}.{name}": slots[place][kind]
+            for place, name in enumerate(order)
+            for kind in (*MOMENTS, *SCALES)
+            if kind in slots[place]
+        }
+    what = "are not those of these weights" if slots else "are not there"
+    logger.warning("The moments of the optimizer %s in this file: they begin at zero", what)
+    nothing = torch.zeros(())  # seen in any size: what the file says of that is not judged yet
+    return {f"{kind}.{name}": nothing.expand(weight.shape) for name, weight in model.items() for kind in MOMENTS}
+
+
+def their_order(optimizer: Any, listed: list[str], model: Mapping[str, torch.Tensor]) -> list[str]:
+    """How another program numbers its parameters: as its file lists them, group by group; []: nobody can tell.
+
+    Two groups are taken for the matrices, which decay, and the rest, which does not.
+    """
+    groups = [len(group["params"]) for group in (optimizer or {}).get("param_groups", [])]
+    matrices = [name for name in listed if model[name].dim() > 1]
+    others = [name for name in listed if model[name].dim() <= 1]
+    for parts in ([listed], [matrices, others], [others, matrices]):
+        if groups == [len(part) for part in parts]:
+            return [name for part in parts for name in part]
+    return []
+
+
+def applied_of(scheduler: Mapping[str, Any] | None, step: int) -> int:
+    """Steps that the rate has moved on by. Where several processes moved it, or nobody says: all of them."""
+    return min(step, int((scheduler or {}).get("last_epoch", step)))
+
+
+def finite(value: Any) -> float | None:
+    """A loss; None where there was none yet, for which others write infinity."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _documented_run(content: dict[str, Any]) -> dict[str, Any]:
     """The counts that a file of another program holds: enough to go on, not enough for the same bits."""
     logger.warning("%s", NOT_EXACT)
     step = int(content["global_step"])
-    applied = int(content["scheduler_state_dict"]["last_epoch"])
+    applied = applied_of(content.get("scheduler_state_dict"), step)
     scaler = content.get("scaler_state_dict")
     scale = (
         {"scale": float(scaler["scale"]), "growth_tracker": int(scaler.get("_growth_tracker", 0))} if scaler else None
     )
-    best = content.get("best_loss")
-    progress = Progress(step=step, skipped=step - applied, best_loss=float(best) if best is not None else None)
+    progress = Progress(step=step, skipped=step - applied, best_loss=finite(content.get("best_loss")))
     return {"progress": progress.state_dict(), "applied_steps": applied, "loss_scale": scale, "about": None}

@@ -103,7 +103,13 @@ def _form(tensor: Tensor | None) -> str:
 
 def _counts(left: State, right: State) -> Iterator[tuple[str, Any, Any]]:
     """Of the counters and the loss scale."""
-    one, other = ({"loss_scale": state.run["loss_scale"], **state.run["progress"]} for state in (left, right))
+    one, other = ({"loss_scale": state.run.get("loss_scale"), **_progress(state)} for state in (left, right))
     for name in ("loss_scale", *COUNTS):
         if one.get(name) != other.get(name):
             yield name, one.get(name), other.get(name)
+
+
+def _progress(state: State) -> Mapping[str, Any]:
+    """What a state says of it, whoever wrote it."""
+    told = state.run.get("progress")
+    return told if isinstance(told, dict) else {}

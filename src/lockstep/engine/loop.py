@@ -16,8 +16,8 @@ from lockstep.engine.milestones import (
     due,
     end_epoch,
     land,
-    make_room,
     reopen,
+    room_for_saves,
     save,
     validate,
     walk,
@@ -53,10 +53,9 @@ def run(parts: Parts) -> None:
     if parts.is_over(begin):
         return
     reopen(parts)
-    make_room(parts)
     clock = Clock()
-    window = {"first": parts.config.report.profile_from, "steps": parts.config.report.profile_steps}
-    with profiling(parts.trace_file, **window, begin=begin, steps_left=parts.steps_left(begin)) as profiler:
+    tracing = profiling(parts.trace_file, parts.config.report.traced, begin=begin, steps_left=parts.steps_left(begin))
+    with room_for_saves(parts), tracing as profiler:
         for step in range(begin, parts.last_step):
             try:
                 launched = launch(parts, step)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 from lockstep.engine import agent_files, drift, legacy, results, unseen
@@ -12,7 +14,7 @@ from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
 from lockstep.engine.saving import Export
 from lockstep.engine.state import capture
-from lockstep.errors import LockstepError
+from lockstep.errors import ExitCode, LockstepError
 from lockstep.runtime import env
 
 logger = logging.getLogger(__name__)
@@ -102,13 +104,24 @@ def end_epoch(parts: Parts) -> None:
         progress.begin_epoch()
 
 
-def make_room(parts: Parts) -> None:
-    """Before the first step: a GPU's memory for copies, if there will be a save that training does not wait for."""
-    first = parts.progress.step
-    last = first + parts.steps_left(first)
-    interval = parts.config.training.save_interval
-    if parts.saves and (parts.epochs or (interval and last > (first // interval + 1) * interval)):
-        parts.saver.make_room(capture(parts.stepper, parts.progress, parts.about))
+@contextlib.contextmanager
+def room_for_saves(parts: Parts) -> Generator[None]:
+    """Before the first step: the disk's room for a checkpoint, or a refusal. All ranks call it; held while they train.
+
+    And a GPU's memory for copies, if there will be a save that training does not wait for.
+    """
+    if not parts.saves:
+        yield
+        return
+    state, first = capture(parts.stepper, parts.progress, parts.about), parts.progress.step
+    last, interval = first + parts.steps_left(first), parts.config.training.save_interval
+    aside = max(0, (last - 1) // interval - first // interval) if interval else 0  # the last one is waited for
+    with contextlib.closing(parts.checkpointer.room):
+        parts.checkpointer.reserve(state, saves=aside + 1)
+        if aside or parts.epochs:
+            parts.saver.make_room(state)
+        del state
+        yield
 
 
 def save(parts: Parts, name: str, *, plain: bool = False, aside: bool = False) -> None:
@@ -121,18 +134,30 @@ def save(parts: Parts, name: str, *, plain: bool = False, aside: bool = False) -
         return
     _make_way(parts, strict=aside)
     parts.link.enter("save")
+    parts.checkpointer.room.lasting &= aside  # the last save needs no room after it
     drift.check(parts)
     state = capture(parts.stepper, parts.progress, parts.about)
     room = aside and all(parts.council.group.gather(parts.saver.has_room(state, ranks=env.detect().local_world)))
     copy = room or parts.saver.snapshot.is_kept  # which a GPU fills faster than any other memory
     parts.saver.begin(parts.progress.step, state, export=_export(parts, name, plain=plain), copy=copy)
     if not room:
-        land(parts)
+        land(parts, last=not aside)
 
 
-def land(parts: Parts, *, patience_seconds: float = math.inf) -> None:
-    """Wait for the save on its way, if there is one, and tell of it; what it failed of is raised on all ranks."""
-    if saved := parts.saver.land(parts.link, patience_seconds=patience_seconds):
+def land(parts: Parts, *, last: bool = False, patience_seconds: float = math.inf) -> None:
+    """Wait for the save on its way, if there is one, and tell of it; what it failed of is raised on all ranks.
+
+    Not if only the disk was in the way of one that is not the last, and the user would rather try again at the next.
+    """
+    try:
+        saved = parts.saver.land(parts.link, patience_seconds=patience_seconds)
+    except LockstepError as error:
+        if last or error.exit_code != ExitCode.IO or parts.config.checkpoint.on_full == "stop":
+            raise
+        if not error.secondary:
+            logger.warning("Training goes on without this checkpoint, the next save tries again: %s", error)
+        return
+    if saved:
         parts.tell("save", step=saved.step, path=str(saved.path))
         if saved.export:
             parts.tell("export", step=saved.step, path=str(saved.export))

@@ -99,3 +99,8 @@ class CheckpointOptions(Section, frozen=True):
         max_length=4000,
     )
     allow_mismatch: bool = setting(False, "Resume although the configuration differs.", role="cosmetic")
+    on_full: Literal["stop", "retry"] = setting(
+        "stop",
+        "If a disk cannot take a checkpoint: stop with exit 74, or go on and retry at the next. The last must fit.",
+        role="cosmetic",
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.load import identity
+from lockstep.rundir import read_json
 from lockstep.runtime import hub
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _run_of(path: Path, out: Path) -> Path:
 def _read(run: Path) -> dict[str, Any] | None:
     """The record of a run; None: there is none to be read."""
     try:
-        saved: dict[str, Any] = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        saved: dict[str, Any] = read_json(run / "config.json")
         known = all(name in saved["config"]["data"] for name in NAMES) and isinstance(saved["origins"], dict)
         return {**saved, "created": float(saved["created"])} if known else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.rundir import RunDir
 
 logger = logging.getLogger(__name__)
+
+DECIDING = ("torch", "cuda", "cudnn")  # versions that come with other kernels
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _newest_alike(out: Path, family: str, identity_hash: str, name: str | None) 
         if config_file.parent.is_symlink() or name not in (None, config_file.parent.name):
             continue
         try:
-            saved = json.loads(config_file.read_text(encoding="utf-8"))
+            saved = rundir.read_json(config_file)
             alike = saved["family"] == family and saved["identity_hash"] == identity_hash
             created = float(saved["created"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -116,17 +117,29 @@ def check_belongs(about: Mapping[str, Any], current: Mapping[str, Any], *, check
         if about["data_key"] != current["data_key"]:
             old, new = str(about["data_key"])[:12], current["data_key"][:12]
             differences.append(f"prepared data: {old} in the checkpoint, {new} now")
-        place = (about["device_name"], about["threads"])
+        deciding = other_bits(about, current)
         was_canonical, is_canonical = (
             each["config"]["system"]["deterministic"] == "canonical" for each in (about, current)
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"the checkpoint does not say what it belongs to: {error!r}", where=str(checkpoint)) from None
-    if place != (current["device_name"], current["threads"]):
-        logger.warning("Saved on %s, resuming on %s: the last bits may differ", place[0], current["device_name"])
+    if deciding:
+        logger.warning("The bits may differ from here on: %s", "; ".join(deciding))
     if was_canonical and not is_canonical:
         logger.warning("Saved with canonical sums, resuming without: from here on the bits depend on the workers")
     refuse(differences, checkpoint=checkpoint, allow=allow)
+
+
+def other_bits(about: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What decides the last bits and is no setting, where it is not what it was: device, threads, versions, kernels.
+
+    An older checkpoint may not say all of it.
+    """
+    found = [(key, about.get(key), current.get(key)) for key in ("device_name", "attention", "compiled", "cpu_kernels")]
+    old, new = about["versions"], current["versions"]
+    found += [(name, old.get(name), new.get(name)) for name in DECIDING]
+    told = [(key, was, now) for key, was, now in found if was is not None and now is not None and was != now]
+    return [f"saved with {key} {str(was)[:80] or 'none'}, now {str(now) or 'none'}" for key, was, now in told]
 
 
 def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
@@ -144,6 +157,8 @@ def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
 
 def check_early(point: ResumePoint, identity: Mapping[str, Any], *, allow: bool) -> None:
     """Refuse a foreign configuration before the run folder is touched (a .pt file is looked at when it is read)."""
+    if point.run:
+        rundir.check_plain(point.run.root)
     if not allow and point.checkpoint.suffix != ".pt":
         about = read_about(point.checkpoint)
         refuse(identity_diff(about["identity"], dict(identity)), checkpoint=point.checkpoint, allow=False)
@@ -159,9 +174,9 @@ def saved_rows(point: ResumePoint, config: RunConfig) -> int | None:
 def read_about(checkpoint: Path) -> Mapping[str, Any]:
     """What a checkpoint folder says it belongs to."""
     try:
-        about = json.loads((checkpoint / RUN).read_text(encoding="utf-8"))["about"]
+        about = rundir.read_json(checkpoint / RUN)["about"]
         if isinstance(about["identity"], dict) and isinstance(about["config"], dict):
             return about
         raise TypeError("no configuration in it")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None

@@ -10,7 +10,6 @@ Pieces are runs of whole rows, follow each other without gap or overlap, and bea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import DataError
-from lockstep.rundir import SAFE_NAME
+from lockstep.rundir import SAFE_NAME, read_json
 from lockstep.runtime.parallel import is_sharded, local, offset
 
 
@@ -112,9 +111,9 @@ def piece_file(file: str, number: int, count: int) -> str:
 def read_index(path: Path) -> dict[str, Entry]:
     """The index, if every tensor in it is whole."""
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["tensors"]
+        listed = read_json(path)["tensors"]
         return {str(name): _entry(listed[name], f"{path}: {name}") for name in listed}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(f"unreadable index ({error!r})", where=str(path)) from None
 
 
@@ -137,10 +136,14 @@ def _entry(said: Mapping[str, Any], where: str) -> Entry:
     return Entry(shape, tuple(pieces))
 
 
+def pieces_of(tensors: Mapping[str, Tensor], *, first: bool) -> list[str]:
+    """The tensors of which this rank writes something."""
+    return [name for name, tensor in tensors.items() if (is_sharded(tensor) or first) and local(tensor).numel()]
+
+
 def write_pieces(tensors: Mapping[str, Tensor], path: Path, *, first: bool) -> dict[str, Any]:
     """This rank's parts into one file; what the index says of each. A tensor that is not cut is the first rank's."""
-    parts = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor) or first}
-    parts = {name: tensor for name, tensor in parts.items() if local(tensor).numel()}
+    parts = {name: tensors[name] for name in pieces_of(tensors, first=first)}
     save_file({name: local(tensor).detach().contiguous() for name, tensor in parts.items()}, path)
     return {
         name: {

@@ -23,7 +23,7 @@ from lockstep.runtime.signals import UNSTOPPABLE
 logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 64  # where each tensor begins
-PIN_BYTES = 1 << 30  # pinned at once
+PIN_BYTES = 1 << 26  # pinned at once: meanwhile the driver takes no work
 SPARE_BYTES = 64 << 20  # to be left for everybody else
 
 
@@ -88,8 +88,8 @@ class Snapshot:
         return self._kept
 
     def _pin_room(self, size: int) -> None:
-        torch.cuda.set_device(self.device)
-        room = torch.empty(size, dtype=torch.uint8)
+        torch.cuda.set_device(self.device.index or 0)  # of the thread that pins
+        room = torch.empty(size, dtype=torch.uint8).fill_(0)  # the system hands memory out when it is first written to
         _pin(room)
         self._kept = room
 
@@ -108,14 +108,23 @@ def needed_bytes(state: State) -> int:
 
 def _copied(state: State, room: Tensor) -> State:
     places = _places(state, room)
-    return State(_filled(state.model, places), _filled(state.optimizer, places), state.run)
+
+    def filled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        pairs = zip(tensors.items(), places, strict=False)
+        return {name: with_rows(tensor, _fill(place, local(tensor), room)) for (name, tensor), place in pairs}
+
+    return State(filled(state.model), filled(state.optimizer), state.run)
 
 
-def _filled(tensors: Mapping[str, Tensor], places: Iterator[Tensor]) -> dict[str, Tensor]:
-    return {
-        name: with_rows(tensor, place.copy_(local(tensor), non_blocking=True))
-        for (name, tensor), place in zip(tensors.items(), places, strict=False)
-    }
+def _fill(place: Tensor, source: Tensor, room: Tensor) -> Tensor:
+    """Copy, a part after the other that was pinned as one: CUDA refuses to copy across two."""
+    target, bits = place.view(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
+    begin, first = place.data_ptr() - room.data_ptr(), 0
+    while first < target.numel():
+        last = min(target.numel(), PIN_BYTES - (begin + first) % PIN_BYTES + first)
+        target[first:last].copy_(bits[first:last], non_blocking=True)
+        first = last
+    return place
 
 
 def _places(state: State, room: Tensor) -> Iterator[Tensor]:

@@ -19,6 +19,8 @@ from lockstep.runtime.parallel import flat_offset, like, local, offset, sum_over
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 1  # of what is saved
+
 
 def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> State:
     """Everything a resume needs, and `about`: what the state belongs to (configuration, data, versions).
@@ -35,7 +37,7 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
         for kind, kept in live[id(parameter)].items()
     }
     run = {
-        "format": 1,
+        "format": FORMAT,
         "progress": progress.state_dict(),
         "applied_steps": applied,
         "loss_scale": stepper.precision.scaler.state_dict() if stepper.precision.scaler else None,
@@ -122,7 +124,9 @@ def _check_counts(state: State) -> Progress:
 
 
 def _check_kind(state: State, kind: str) -> None:
-    """Moments kept in other numbers would be read, and mean something else."""
+    """What a later version writes, or moments kept in other numbers, would be read and mean something else."""
+    if (written := state.run.get("format", FORMAT)) != FORMAT:  # documented .pt files do not say
+        raise DataError(f"the checkpoint has format {str(written)[:20]}, this version reads {FORMAT}")
     saved = state.run.get("optimizer_states", "fp32")  # that of checkpoints from before there was a choice
     if saved != kind:
         raise DataError(

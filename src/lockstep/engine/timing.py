@@ -41,14 +41,14 @@ class NoProfiler:
 
 @contextlib.contextmanager
 def profiling(
-    trace_file: Path | None, *, first: int, steps: int, begin: int, steps_left: int
+    trace_file: Path | None, window: tuple[int, int], *, begin: int, steps_left: int
 ) -> Iterator[NoProfiler | torch.profiler.profile]:
-    """Trace `steps` steps from `first` on to a file that chrome://tracing and Perfetto show, and tell what they cost.
+    """Trace a window (first step, how many) to a file that chrome://tracing and Perfetto show, and tell what they cost.
 
     The step that begins a run and the one after it are never traced: they start and warm up what is measured.
     """
-    wait = max(1, first - begin - 1)
-    active = min(steps, steps_left - wait - 1)
+    wait = max(1, window[0] - begin - 1)
+    active = min(window[1], steps_left - wait - 1)
     if trace_file is not None and active < 1:
         logger.warning(
             "Too few steps to profile: the first would be step %d, and training is over then", begin + wait + 1

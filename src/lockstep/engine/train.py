@@ -6,42 +6,38 @@ import contextlib
 import itertools
 import logging
 import math
-import shutil
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from lockstep import rundir
-from lockstep.config.load import Loaded, identity, to_dict
+from lockstep.config.load import Loaded
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
 from lockstep.engine import (
     endings,
-    evidence,
     first_loss,
     fitting,
+    folder,
     handover,
     loop,
     present,
     replicas,
-    results,
     resume,
     settle,
     shortage,
     usage,
 )
-from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan, versions
+from lockstep.engine.build import Assembled, Plan, assemble, hub_token, plan
 from lockstep.engine.estimate import estimate
 from lockstep.engine.milestones import close_the_end, make_good, write_results
 from lockstep.engine.parts import Parts
 from lockstep.engine.samples import draw_sample
-from lockstep.errors import ConfigError, LockstepError, OutputError
+from lockstep.errors import LockstepError
 from lockstep.launch.link import Link, attach
 from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink
@@ -49,7 +45,7 @@ from lockstep.report.logs import setup_logging
 from lockstep.report.tensorboard import TensorboardSink
 from lockstep.report.words import USUAL, WORDINGS
 from lockstep.rundir import RunDir
-from lockstep.runtime import determinism, env, hardware, nodes, owner, signals
+from lockstep.runtime import determinism, env, hardware, nodes, owner, rounds, signals
 from lockstep.runtime.gpu_facts import Sampler
 from lockstep.runtime.group import Group, is_lost_peer, join
 
@@ -76,7 +72,7 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
     """
     if token := hub_token(loaded.config):
         env.hide(token)
-    loaded = comparable(loaded)
+    loaded = folder.go_on(comparable(loaded))
     system, place = loaded.config.system, env.detect()
     link = attach(place)
     with signals.listening() as stop, contextlib.ExitStack() as closing:
@@ -102,7 +98,7 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
             planned = plan(loaded, device)
             fitting.check_memory(planned.config, planned.shape, device, shards=present.shards(system.mode, place))
             link.tell_remedy(shortage.foreseen(shortage.work_of(planned, place), workers=place.local_world))
-            run, point = choose_run(group, planned, loaded, closing)
+            run, point = folder.choose_run(group, planned, loaded, closing)
             if point:
                 handover.hand_over(point.checkpoint, group, place)
             start_log(loaded, run)
@@ -120,32 +116,6 @@ def comparable(loaded: Loaded) -> Loaded:
         return loaded
     config = loaded.config.model_copy(update={"system": system.model_copy(update={"deterministic": True})})
     return replace(loaded, config=config)
-
-
-def choose_run(
-    group: Group, planned: Plan, loaded: Loaded, closing: contextlib.ExitStack
-) -> tuple[RunDir, resume.ResumePoint | None]:
-    """The run folder, owned until `closing`, and where to go on from: the first worker decides, the others follow."""
-
-    def decide() -> dict[str, str | None]:
-        if planned.config.report.results_dir:
-            results.probe(Path(planned.config.report.results_dir), planned.config.family)
-        point = resume.find(planned.config, planned.identity_hash)
-        if point:
-            allow = planned.config.checkpoint.allow_mismatch
-            resume.check_early(point, identity(planned.config), allow=allow)
-        run = point.run if point and point.run else new_run(planned, loaded)
-        closing.enter_context(owned(run))
-        if resume.has_saved(run):  # whoever had the run until now may have saved more
-            point = resume.point_of_run(run.root)
-        else:
-            begin_run(run, planned, loaded)
-        return {"run": str(run.root), "checkpoint": str(point.checkpoint) if point else None}
-
-    decided = group.together(decide)
-    run = RunDir(Path(str(decided["run"])))
-    checkpoint = decided["checkpoint"]
-    return run, resume.ResumePoint(Path(checkpoint), run) if checkpoint else None
 
 
 @dataclass(frozen=True)
@@ -184,7 +154,8 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
             closing.callback(sink.close)
         try:
             if around.first:
-                tidy(run)
+                folder.tidy(run)
+                folder.tell_restart(run, sinks)
                 closing.callback(owner.leave, run.root)
             around.link.enter("prepare")
             assembled = assemble(
@@ -284,15 +255,6 @@ def make_sinks(run: RunDir, config: RunConfig, around: Surroundings, sampler: Sa
     return sinks
 
 
-def tidy(run: RunDir) -> None:
-    """What an earlier attempt left that this one makes good, and who trains here now."""
-    for name in rundir.sweep(run.checkpoints):
-        logger.info("Removed an unfinished save: %s", name)
-    run.failure.unlink(missing_ok=True)
-    evidence.forget(run.root)
-    owner.write(run.root, sys.argv, pid=env.launcher_pid() or None)
-
-
 def start_log(loaded: Loaded, run: RunDir | None) -> None:
     """Lines to the screen and to every log file that is wanted; those of the run folder once there is one."""
     place, config = env.detect(), loaded.config
@@ -303,67 +265,6 @@ def start_log(loaded: Loaded, run: RunDir | None) -> None:
     screen = "launched" if env.get("LOCKSTEP_LABELLED") else "none" if silent else "own"
     level, prefix = config.debug.log_level, config.report.log_prefix
     setup_logging(tag=place.tag, prefix=prefix, level=level, log_files=files, screen=screen)
-
-
-def new_run(planned: Plan, loaded: Loaded) -> RunDir:
-    """A fresh run folder; fails before anything is loaded if it cannot be written.
-
-    Of who wants to go on, also one of this name that has saved nothing yet: it is begun anew.
-    """
-    config, out = planned.config, Path(planned.config.run.out)
-    own = out / (config.run.name or "")
-    for key, folder in (("training.checkpoint_dir", config.training.checkpoint_dir), ("run.out", config.run.out)):
-        if folder and Path(folder) != own:
-            rundir.probe(Path(folder), key=key)
-    if config.run.name and config.checkpoint.resume and resume.can_begin(RunDir(own)):
-        return RunDir(own)
-    name = config.run.name or f"{config.family}-{loaded.name or 'custom'}-{rundir.timestamp()}"
-    if config.run.name is None and (out / name).exists():  # two in one second
-        name = f"{name}-{time.time_ns() % 1_000_000:06d}"
-    return rundir.create_run(out, name)
-
-
-def begin_run(run: RunDir, planned: Plan, loaded: Loaded) -> None:
-    """The configuration of a run that begins, in its folder; what an attempt before it has told goes."""
-    config = planned.config
-    run.events.unlink(missing_ok=True)
-    shutil.rmtree(run.tensorboard, ignore_errors=True)
-    saved = {
-        "family": config.family,
-        "preset": loaded.preset,
-        "created": time.time(),
-        "identity_hash": planned.identity_hash,
-        "config": to_dict(config),
-        "origins": {key: f"{origin.layer} {origin.where}".strip() for key, origin in loaded.origins.items()},
-    }
-    about_place = {"variables": env.saved(), "versions": versions(), "argv": [env.redact(word) for word in sys.argv]}
-    try:
-        rundir.write_json(run.config, saved)
-        rundir.write_json(run.env, about_place)
-        if config.system.output_dir:
-            path = Path(config.system.output_dir) / f"{config.run.experiment_name}_config.json"
-            rundir.write_json(path, saved["config"])
-            logger.info("Configuration saved to %s", path)
-    except OSError as error:
-        raise rundir.io_error(error, run.root, doing="writing the configuration") from error
-
-
-@contextlib.contextmanager
-def owned(run: RunDir) -> Iterator[None]:
-    """One process at a time trains in a run folder."""
-    try:
-        lock = FileLock(run.root / "lock", timeout=0)
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            "another process is training in this run", where=str(run.root), hint="wait for it, or --name NEW"
-        ) from None
-    except OSError as error:
-        raise OutputError(f"cannot write to the run: {error.strerror or error}", where=str(run.root)) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def announce(
@@ -382,6 +283,8 @@ def announce(
     parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled, loaded).fields())
     if point:
         parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint))
+    elif rounds.current().number:  # from the start: what an earlier round has told of its steps is void
+        parts.tell("resume", step=0)
 
 
 def rehearse(parts: Parts, planned: Plan) -> None:

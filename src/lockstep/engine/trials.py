@@ -33,6 +33,7 @@ from lockstep.models.agent import Agent
 from lockstep.report import returns as pictures
 from lockstep.report.console import Bar
 from lockstep.report.logs import is_terminal
+from lockstep.runtime import torch_file
 from lockstep.runtime.hardware import pick_device
 from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.precision import Precision, resolve
@@ -225,7 +226,7 @@ def load_agent(path: Path, *, device: str = "auto") -> LoadedModel:
 
 def _of_file(path: Path, device: str) -> LoadedModel:
     """Such a file of ours says what it belongs to."""
-    content: Any = legacy.load(path)
+    content: Any = torch_file.read(path)
     try:
         about, weights = content[legacy.EXTRA_KEY]["about"], content["model"]
         config, shape = from_dict(about["config"]), shapes.from_hf(about["shape"])

@@ -26,7 +26,7 @@ from lockstep.launch import beats, common_folder, failure, link, processes, stac
 from lockstep.launch.children import Stranger
 from lockstep.rundir import RunDir
 from lockstep.runtime import env as environment
-from lockstep.runtime import memory_limits
+from lockstep.runtime import memory_limits, rounds
 from lockstep.runtime.env import Env
 
 LOOK_SECONDS = 0.25
@@ -52,7 +52,7 @@ def enlist(env: Env) -> Path:
             os.write(2, f"lockstep: the launcher of rank {env.rank} is gone: nothing was begun\n".encode())
         os._exit(int(ExitCode.TERMINATED))
     common_folder.sweep()
-    key = " ".join([_started(agent), *[environment.get(name) for name in JOB_NAMES]])
+    key = " ".join([started(agent), *[environment.get(name) for name in JOB_NAMES]])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{agent}-{digest}"
     common_folder.hold(folder)
@@ -96,7 +96,7 @@ def _start(folder: Path, parent: int, env: Env) -> None:
     )
 
 
-def _started(pid: int) -> str:
+def started(pid: int) -> str:
     """When a process began: with its pid, its name for ever."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -128,8 +128,11 @@ class Guardian:
         self.screen = self._open_screen(agent)
 
     def _open_screen(self, agent: int) -> int:
-        """What the launcher writes to: a worker's own output may go to a file. srun's is that of its tasks."""
-        if not self.by_srun:
+        """What the launcher writes to: a worker's own output may go to a file. srun's is that of its tasks.
+
+        Before another round it is the workers' own: the launcher would write over what is added to a file there.
+        """
+        if not self.by_srun and rounds.current().is_last:
             with contextlib.suppress(OSError):
                 return os.open(f"/proc/{agent}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY)
         return 2
@@ -327,9 +330,10 @@ class Guardian:
         self.kill_at = float("inf") if number == signal.SIGKILL else time.monotonic() + GRACE_SECONDS
 
     def _say(self) -> None:
-        """The last lines on screen: after torchrun's own summary; at once under srun, which ends us with its tasks."""
+        """The last lines on screen: after torchrun's own summary; at once where it goes on with another round, and
+        under srun, which ends us with its tasks."""
         assert self.record is not None
-        if not self.by_srun:
+        if not self.by_srun and rounds.current().is_last:
             self._outlast_agent()
         text = "\n".join(failure.block(self.record, nodes=self.nodes)) + "\n"
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ def plan(
         "LOCKSTEP_LABELLED": "1",  # the launcher puts the label before every line
         "PYTHONUNBUFFERED": "1",  # a line that was printed is seen, whatever happens next
     }
-    if cpu:
+    if cpu and count * meeting.nodes > 1:  # one alone computes with the threads it would have without us
         shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     else:
         shared["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers as nvidia-smi has them

@@ -6,7 +6,6 @@ No tensor tells how many heads there are, so the sizes travel in the metadata th
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.encoder import Encoder
 from lockstep.models.encoder_shapes import EPS, EncoderShape
 from lockstep.models.shapes import from_hf
+from lockstep.runtime import torch_file
 from lockstep.runtime.parallel import local, offset
 
 ROOTS = {
@@ -53,11 +53,7 @@ def seed_names(model: Encoder, weights: Mapping[str, Tensor] | None = None) -> d
 
 def read(file: Path) -> dict[str, Tensor]:
     """The tensors of such a file, and its metadata; nothing in it is ever executed."""
-    try:
-        state: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(f"not a file of weights: {said[:120]}", where=str(file)) from error
+    state: Any = torch_file.read(file)
     if not isinstance(state, dict) or not all(isinstance(each, Tensor) for each in cast("Any", state).values()):
         raise DataError("not a dictionary of tensors", where=str(file))
     return cast("dict[str, Tensor]", state)
@@ -71,7 +67,7 @@ def shape_of(file: Path, *, heads: int | None) -> EncoderShape:
         told = from_hf(about, where=str(file))
         assert isinstance(told, EncoderShape)
         return told
-    sizes = {name.removeprefix("module."): tensor.shape for name, tensor in state.items()}
+    sizes = {name: tensor.shape for name, tensor in torch_file.unwrapped(state, where=str(file)).items()}
     words, inner = (sizes.get(name) for name in ("embedding.word_embeddings.weight", "encoder.layers.0.mlp.w2.weight"))
     if words is None or inner is None or (len(words), len(inner)) != (2, 2):
         raise DataError(
@@ -99,7 +95,7 @@ def load_seed(
 ) -> None:
     """The way back: fills the model, or its part on this rank, or names what does not fit."""
     wanted = {seed_name(name): parameter for name, parameter in model.named_parameters()}
-    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    state = torch_file.unwrapped(state, where=where)
     if truncated:
         state = {name: each for name, each in state.items() if name in wanted or not LAYER.match(name)}
     if wrong := sorted({*wanted, TIED} ^ set(state)):

@@ -17,11 +17,12 @@ from typing import IO, Any
 
 from lockstep.contracts import StepRecord
 from lockstep.report.logs import AppendFile
+from lockstep.rundir import open_plain
 from lockstep.runtime.scrub import scrubber
 
 log = logging.getLogger(__name__)
 
-STORY = ("start", "resume", "fault", "end")  # events that are no figures of a step
+STORY = ("start", "restart", "resume", "fault", "end")  # events that are no figures of a step
 MEASURED = ("eval", "walk", "epoch")  # after the last step, and once more by who starts a run that was over
 WINDOW_BYTES = 1 << 16  # of the end of a file that is looked at first
 
@@ -115,7 +116,9 @@ class EventSink:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """What counts of a run's events: what a later `resume` voided is left out, and so is a line a crash has torn."""
     events: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    with open_plain(path) as file:
+        lines = file.read().split(b"\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         event = _parsed(line)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lockstep.config.section import Section, setting
+
+TRACED_FROM = 2  # steps before it start and warm up what is measured
+MOST_TRACED = 1000
+
+
+def window(text: str) -> tuple[int, int]:
+    """The first step and how many, of `3` or of `100-104`."""
+    first, dash, last = text.partition("-")
+    return (int(first), int(last) - int(first) + 1) if dash else (TRACED_FROM, int(first))
 
 
 class ReportOptions(Section, frozen=True):
@@ -25,15 +34,13 @@ class ReportOptions(Section, frozen=True):
         "Trace a few steps to <run>/profile.json (chrome://tracing), and tell what took longest.",
         role="cosmetic",
     )
-    profile_from: int = setting(
-        2,
-        "The first step that is traced; at least the third of a start.",
-        unit="step",
+    profile_steps: str = setting(
+        "3",
+        "Which steps are traced: so many from step 2 on, or first and last; never the first two of a start.",
         role="cosmetic",
-        ge=0,
-        le=1 << 40,
+        pattern=r"^[0-9]{1,13}(-[0-9]{1,13})?$",
+        examples=["3", "100-104"],
     )
-    profile_steps: int = setting(3, "How many steps are traced.", unit="steps", role="cosmetic", ge=1, le=1000)
     results_dir: str | None = setting(
         None,
         "Also write the documented result files of the family here, after each epoch (null: no).",
@@ -44,6 +51,18 @@ class ReportOptions(Section, frozen=True):
         "The", "What the sample at the end continues; empty: no sample.", role="cosmetic", max_length=10_000
     )
     sample_tokens: int = setting(48, "Length of that sample.", unit="tokens", role="cosmetic", ge=1, le=1 << 20)
+
+    @property
+    def traced(self) -> tuple[int, int]:
+        """The first step that is traced, and how many are."""
+        return window(self.profile_steps)
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _check_steps(cls, text: str) -> str:
+        if not 1 <= window(text)[1] <= MOST_TRACED:
+            raise ValueError("no such steps")
+        return text
 
 
 class RunOptions(Section, frozen=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import ExitCode
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, open_plain, read_json
 from lockstep.runtime import gpu_facts, owner
 
 TAIL_BYTES = 1 << 17
@@ -49,6 +49,7 @@ class State:
     exit_code: int | None
     cause: str
     workers: tuple[Worker, ...]
+    determinism: str = ""  # what the run promises of its bits
 
     @property
     def is_running(self) -> bool:
@@ -78,6 +79,7 @@ def read(root: Path) -> State:
         exit_code=code,
         cause=_cause(run, events) if life == "failed" else "",
         workers=tuple(_worker(folder, running=running) for folder in worker_folders(root)),
+        determinism=_determinism([*_first_events(run.events), *events]),
     )
 
 
@@ -94,7 +96,7 @@ def worker_folders(root: Path) -> list[Path]:
 def tail_events(path: Path) -> list[dict[str, Any]]:
     """The last events of a run: enough to say how it stands, at a cost that does not grow with the run."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 :]
@@ -107,7 +109,7 @@ def tail_events(path: Path) -> list[dict[str, Any]]:
 def _first_events(path: Path) -> list[dict[str, Any]]:
     """The events of the beginning."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             lines = file.read(HEAD_BYTES).split(b"\n")[:-1]
     except OSError:
         return []
@@ -189,6 +191,12 @@ def _cause(run: RunDir, events: Sequence[dict[str, Any]]) -> str:
     return _printable(who + str(record["cause"]).strip().splitlines()[0])[:200]
 
 
+def _determinism(events: Sequence[dict[str, Any]]) -> str:
+    """As the run said when it last began."""
+    told = [event["determinism"] for event in events if event["kind"] == "start" and event.get("determinism")]
+    return _printable(str(told[-1]))[:100] if told else ""
+
+
 def _printable(text: str) -> str:
     """Nothing that a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
@@ -196,9 +204,10 @@ def _printable(text: str) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return _json(path.read_bytes())
-    except OSError:
+        value = read_json(path)
+    except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
 
 
 def _json(text: bytes) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.rundir import open_plain
+
 BLOCK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20  # what has no end after that is shown as it is
 
@@ -21,7 +23,7 @@ class Growing:
 
     def last(self, count: int) -> list[str]:
         """The last whole lines (0: all); `added` goes on from there."""
-        with self._path.open("rb") as file:
+        with open_plain(self._path) as file:
             self._inode = os.fstat(file.fileno()).st_ino
             start = end = file.seek(0, 2)
             text = b""
@@ -36,7 +38,7 @@ class Growing:
 
     def added(self) -> list[str]:
         try:
-            file = self._path.open("rb")
+            file = open_plain(self._path)
         except OSError:  # between two files of this name
             return []
         with file:

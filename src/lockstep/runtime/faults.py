@@ -3,7 +3,8 @@
 `kind@key=value,key=value`, several separated by `;`. Keys of every kind: `rank` (worker index; absent: every worker)
 and `step` (optimizer step from 0; absent: every step). In `lockstep check` the rank is the number of the card, and
 three more keys choose: `slot` (which process drives it), `round` (0: the first run, 1 and on: when a suspect is run
-again) and `node`; and `workload` names the one it strikes in. The other keys of each kind stand in KINDS.
+again; in training: after so many restarts) and `node`; and `workload` names the one it strikes in. The other keys of
+each kind stand in KINDS.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.registry import suggest
-from lockstep.runtime import env
+from lockstep.runtime import env, rounds
 
 if TYPE_CHECKING:
     import torch
@@ -238,7 +239,7 @@ class Plan:
 def plan(text: str | None = None, rank: int = 0, *, workload: str = "") -> Plan:
     """The faults of this worker, by default those of LOCKSTEP_FAULT. Ask once per run."""
     faults = parse(env.get(VARIABLE) if text is None else text)
-    place = dict.fromkeys(WHO, 0) | {"rank": rank}
+    place = dict.fromkeys(WHO, 0) | {"rank": rank, "round": rounds.current().number}
     for pair in filter(None, env.get(REPLICA).split(",")):
         key, _, number = pair.partition("=")
         place[key] = int(number)

@@ -6,7 +6,6 @@ Nothing of a repository is ever run: no code of it is fetched, weights are safet
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 from urllib.parse import urlsplit
 
+from lockstep import rundir
 from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
 from lockstep.rundir import io_error, sha256
 from lockstep.runtime import env, errand
@@ -36,7 +36,6 @@ REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
-JSON_LIMIT_BYTES = 64 << 20  # the index of a 1,000-layer model has 1 MB
 PROBE = errand.Limits(connect_seconds=2, answer_seconds=4, patience_seconds=5, retries=0)
 HINT = "check the network, the proxy and HF_ENDPOINT, or use files of your own; gated ones need HF_TOKEN"
 SILENT_SECONDS = 60.0  # for so long a hub that gave no answer is not probed again
@@ -114,10 +113,8 @@ def bearer(given: str | None) -> str | None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file someone else wrote, or a DataError that names it."""
     try:
-        if path.stat().st_size > JSON_LIMIT_BYTES:
-            raise DataError(f"larger than {JSON_LIMIT_BYTES >> 20} MiB", where=str(path))
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        tree = rundir.read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"unreadable: {error}", where=str(path)) from None
     if not isinstance(tree, dict):
         raise DataError("expected a JSON object", where=str(path))

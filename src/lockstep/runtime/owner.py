@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.rundir import write_json
+from lockstep.rundir import read_json, write_json
 from lockstep.runtime import env
 
 FILE = "owner.json"
@@ -99,7 +98,7 @@ def leave(root: Path) -> None:
 def read(root: Path) -> Owner | None:
     """What owner.json says; None where there is none or it is unreadable."""
     try:
-        record: dict[str, Any] = json.loads((root / FILE).read_text(encoding="utf-8"))
+        record: dict[str, Any] = read_json(root / FILE)
         words: list[str] = record.get("command") or []
         return Owner(
             pid=int(record["pid"]),
@@ -109,7 +108,7 @@ def read(root: Path) -> Owner | None:
             identity=str(record.get("identity", "")),
             process_started=float(record.get("process_started") or 0.0),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -1,6 +1,8 @@
 """Hurts a real worker where LOCKSTEP_FAULT cannot reach: as it enters a section. Python loads it at its start.
 
 HURT=HOW:SECTION:RANK:STEP, with the folder of this file on PYTHONPATH. Strikes once.
+HURT_ORDERS=FOLDER: strikes whenever somebody puts a file there that is called by the rank and holds HOW:SECTION. An
+order is gone before it strikes, so that whoever comes after it is not struck again.
 """
 
 from __future__ import annotations
@@ -73,6 +75,10 @@ def jump_clock() -> None:
     time.time = lambda: real() - 86400
 
 
+def fail() -> None:
+    raise RuntimeError("hurt: an exception from deep inside")
+
+
 HOWS: dict[str, Callable[[], object]] = {
     "hang": lambda: time.sleep(FOREVER_SECONDS),
     "gil": hold_lock,
@@ -84,6 +90,11 @@ HOWS: dict[str, Callable[[], object]] = {
     "daemon": run_away,
     "raw": write_raw,
     "clock": jump_clock,
+    "raise": fail,
+    "exit0": lambda: sys.exit(0),
+    "exit7": lambda: sys.exit(7),
+    "segv": lambda: ctypes.string_at(0),
+    "abort": os.abort,
 }
 
 
@@ -108,5 +119,26 @@ def hurt(text: str) -> None:
     Link.enter = enter_hurt
 
 
+def obey(folder: str) -> None:
+    """Strike whenever an order for this rank names the section that is entered."""
+    from pathlib import Path
+
+    from lockstep.launch.link import Link
+
+    enter, order = Link.enter, Path(folder) / os.environ["RANK"]
+
+    def enter_hurt(self: Link, section: str, step: int = -1) -> None:
+        enter(self, section, step)
+        if order.exists():
+            how, _, wanted = order.read_text(encoding="ascii").partition(":")
+            if section == wanted:
+                order.unlink()
+                HOWS[how]()
+
+    Link.enter = enter_hurt
+
+
+if "HURT_ORDERS" in os.environ and "RANK" in os.environ:
+    obey(os.environ["HURT_ORDERS"])
 if "HURT" in os.environ:
     hurt(os.environ["HURT"])

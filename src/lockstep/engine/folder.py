@@ -1,0 +1,164 @@
+"""The folder of a run: found or made, begun, owned by one process at a time, tidied, and gone on in by later rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lockstep import rundir
+from lockstep.config.load import Loaded, identity, to_dict
+from lockstep.contracts import Sink
+from lockstep.engine import evidence, results, resume
+from lockstep.engine.build import Plan, versions
+from lockstep.errors import ConfigError, OutputError
+from lockstep.launch import between_rounds, failure
+from lockstep.rundir import RunDir
+from lockstep.runtime import env, owner, rounds
+from lockstep.runtime.group import Group
+
+logger = logging.getLogger(__name__)
+
+
+def choose_run(
+    group: Group, planned: Plan, loaded: Loaded, closing: contextlib.ExitStack
+) -> tuple[RunDir, resume.ResumePoint | None]:
+    """The run folder, owned until `closing`, and where to go on from: the first worker decides, the others follow."""
+
+    checkpoint_dir = planned.config.training.checkpoint_dir
+
+    def decide() -> dict[str, str | None]:
+        if planned.config.report.results_dir:
+            results.probe(Path(planned.config.report.results_dir), planned.config.family)
+        point = resume.find(planned.config, planned.identity_hash)
+        if point:
+            allow = planned.config.checkpoint.allow_mismatch
+            resume.check_early(point, identity(planned.config), allow=allow)
+        earlier = between_rounds.kept_run()
+        run = RunDir(earlier) if earlier else point.run if point and point.run else new_run(planned, loaded)
+        run.root.mkdir(parents=True, exist_ok=True)  # an earlier round may have ended right before
+        closing.enter_context(owned(run))
+        for key, place in (("run.out", run.checkpoints), ("training.checkpoint_dir", checkpoint_dir)):
+            if place:  # also of a run that goes on
+                rundir.probe(Path(place), key=key)
+        if resume.has_saved(run):  # whoever had the run until now may have saved more
+            point = resume.point_of_run(run.root)
+        else:
+            begin_run(run, planned, loaded, again=bool(earlier))
+        return {"run": str(run.root), "checkpoint": str(point.checkpoint) if point else None}
+
+    decided = group.together(decide)
+    run = RunDir(Path(str(decided["run"])))
+    between_rounds.keep_run(run.root)  # each of them: torchrun may make another worker the first one of its next round
+    checkpoint = decided["checkpoint"]
+    return run, resume.ResumePoint(Path(checkpoint), run) if checkpoint else None
+
+
+def go_on(loaded: Loaded) -> Loaded:
+    """The same, told to go on with the run of an earlier round of this start, where that has saved something."""
+    earlier = between_rounds.kept_run()
+    if earlier is None or not resume.has_saved(RunDir(earlier)):
+        return loaded
+    checkpoint = loaded.config.checkpoint.model_copy(update={"resume": str(earlier)})
+    return replace(loaded, config=loaded.config.model_copy(update={"checkpoint": checkpoint}))
+
+
+def tell_restart(run: RunDir, sinks: Sequence[Sink]) -> None:
+    """That this is another round of torchrun's, after which failure; our own launcher says so itself.
+
+    Call it once the failure is set aside.
+    """
+    now = rounds.current()
+    if now.number and not env.launcher_pid():
+        newest = max(run.failures.glob("*.json"), default=None)
+        record = failure.read_record(newest) if newest else {}
+        told = {"failure": record.get("kind"), "exit_code": record.get("exit_code"), "cause": record.get("cause")}
+        logger.warning("[RESTART] %d of %d after: %s", now.number, now.most, told["cause"] or "no word")
+        for sink in sinks:
+            sink.event("restart", {"number": now.number, "most": now.most, **told})
+
+
+def tidy(run: RunDir) -> None:
+    """What an earlier attempt left that this one makes good, and who trains here now."""
+    for name in rundir.sweep(run.checkpoints):
+        logger.info("Removed an unfinished save: %s", name)
+    rundir.set_aside(run)
+    evidence.forget(run.root)
+    owner.write(run.root, sys.argv, pid=env.launcher_pid() or None)
+
+
+def new_run(planned: Plan, loaded: Loaded) -> RunDir:
+    """A fresh run folder; fails before anything is loaded if it cannot be written.
+
+    Of who wants to go on, also one of this name that has saved nothing yet: it is begun anew.
+    """
+    config, out = planned.config, Path(planned.config.run.out)
+    own = out / (config.run.name or "")
+    wanted = {
+        "training.checkpoint_dir": config.training.checkpoint_dir,
+        "system.output_dir": config.system.output_dir,
+        "run.out": config.run.out,
+    }
+    for key, folder in wanted.items():
+        if folder and Path(folder) != own:
+            rundir.probe(Path(folder), key=key)
+    if config.run.name and config.checkpoint.resume and resume.can_begin(RunDir(own)):
+        return RunDir(own)
+    name = config.run.name or f"{config.family}-{loaded.name or 'custom'}-{rundir.timestamp()}"
+    if config.run.name is None and (out / name).exists():  # two in one second
+        name = f"{name}-{time.time_ns() % 1_000_000:06d}"
+    return rundir.create_run(out, name, before=between_rounds.keep_run)
+
+
+def begin_run(run: RunDir, planned: Plan, loaded: Loaded, *, again: bool) -> None:
+    """The configuration of a run that begins, in its folder; what an attempt before it has told goes.
+
+    Of an earlier round of the same start the story stays: that it began, and how it failed.
+    """
+    config = planned.config
+    if not again:
+        run.events.unlink(missing_ok=True)
+    shutil.rmtree(run.tensorboard, ignore_errors=True)
+    saved = {
+        "family": config.family,
+        "preset": loaded.preset,
+        "created": time.time(),
+        "identity_hash": planned.identity_hash,
+        "config": to_dict(config),
+        "origins": {key: f"{origin.layer} {origin.where}".strip() for key, origin in loaded.origins.items()},
+    }
+    about_place = {"variables": env.saved(), "versions": versions(), "argv": [env.redact(word) for word in sys.argv]}
+    try:
+        rundir.write_json(run.config, saved)
+        rundir.write_json(run.env, about_place)
+        if config.system.output_dir:
+            path = Path(config.system.output_dir) / f"{config.run.experiment_name}_config.json"
+            rundir.write_json(path, saved["config"])
+            logger.info("Configuration saved to %s", path)
+    except OSError as error:
+        raise rundir.io_error(error, run.root, doing="writing the configuration") from error
+
+
+@contextlib.contextmanager
+def owned(run: RunDir) -> Iterator[None]:
+    """One process at a time trains in a run folder."""
+    try:
+        lock = FileLock(run.root / "lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            "another process is training in this run", where=str(run.root), hint="wait for it, or --name NEW"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"cannot write to the run: {error.strerror or error}", where=str(run.root)) from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,42 @@
+"""Which steps are traced: in words of now, and in those of earlier files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.config.load import load
+from lockstep.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("words", "traced"),
+    [
+        ({}, (2, 3)),
+        ({"profile_steps": "5"}, (2, 5)),
+        ({"profile_steps": "100-104"}, (100, 5)),
+        ({"profile_steps": 5}, (2, 5)),  # as files wrote it once
+        ({"profile_from": 7}, (7, 3)),
+        ({"profile_from": 7, "profile_steps": 2}, (7, 2)),
+    ],
+)
+def test_which_steps_are_traced(words: dict[str, Any], traced: tuple[int, int]) -> None:
+    assert load("llama", preset="tiny", overrides={"report": words}).config.report.traced == traced
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"profile_steps": "5-4"}, "expected text like 3 or 100-104"),
+        ({"profile_steps": "0"}, "expected text like 3 or 100-104"),
+        ({"profile_steps": "0-1000"}, "expected text like 3 or 100-104"),
+        ({"profile_steps": True}, "got true"),
+        ({"profile_from": -1}, "expected a whole number"),
+        ({"profile_from": 7, "profile_steps": "8-9"}, "both say which step is the first"),
+    ],
+)
+def test_steps_that_cannot_be_traced(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("llama", preset="tiny", overrides={"report": words})
+    assert said in str(caught.value)
