@@ -170,7 +170,7 @@ def in_training(arguments: argparse.Namespace, folder: Path) -> int:
     (folder / "saves").mkdir()
     training.stepper.before_change = ways.saver.snapshot.before_change
     size = needed_bytes(ways.state)
-    ways.saver.make_room(ways.state)
+    ways.saver.make_room(ways.state, ranks=1)
     print(f"state of {size / 1e9:.1f} GB on {training.device}; stall of a save, each beside the same steps without")
     ours: list[float] = []
     for name in ["ours"] * arguments.rounds + ["torch.save", "dcp.save", "dcp.async_save"]:  # theirs take minutes

@@ -187,8 +187,9 @@ class Soak:
             )
         else:
             if self._wait(lambda: job.out.count("[RESTART]") > restarts, job):
-                self.wrong.append(f"{fault.name}: not restarted")
-                return job
+                if job.process.poll():
+                    self.wrong.append(f"{fault.name}: not restarted")
+                return job  # else it was done before it was met
             since = time.time()
             said = [line for line in job.out.splitlines() if line.startswith("[RESTART]")][-1]
         self._wait(lambda: self._trains_since(since), job)

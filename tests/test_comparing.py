@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep import rundir
+from lockstep import comparing, rundir
 from lockstep.comparing import read
 from lockstep.engine import likeness
 from lockstep.engine.checkpoint import MODEL, OPTIMIZER
 from lockstep.errors import ExitCode
+from lockstep.health import records
 from lockstep.report import losses
+from lockstep.report.jsonl import read_events
 from tests.conftest import Outcome
 from tests.test_proving import OF_FAMILY, train
 
@@ -197,3 +200,44 @@ def test_what_is_no_run(in_dir: Path, lockstep: Cli) -> None:
     refused = lockstep("diff", "here", "there")
     assert refused.code == ExitCode.NOT_FOUND
     assert "Traceback" not in refused.text
+
+
+def test_files_of_others_are_read_as_far_as_they_make_sense(tmp_path: Path) -> None:
+    """Values of the wrong kind where ours would be: nothing to compare, and no traceback."""
+    run = rundir.RunDir(tmp_path)
+    strange = [{"kind": "resume", "step": "x"}, {"kind": "start", "step": []}, {"kind": "step", "step": 0}]
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in strange))
+    assert [event["kind"] for event in read_events(run.events)] == ["resume", "start", "step"]
+    stamp = tmp_path / "workers/n0-GPU0" / records.FILE
+    stamp.parent.mkdir(parents=True)
+    stamp.write_text(
+        "".join(records.line(kind="step", **more) + "\n" for more in ({}, {"step": "x"}, {"step": 0, "no": 1}))
+    )
+    assert comparing._by_fingerprints(tmp_path, tmp_path) is None
+    told = comparing.Told(tmp_path, "llama", {}, {"versions": ["x"]}, {}, {"variables": 1, "versions": "x"}, {}, {})
+    assert told.facts == replace(told, about={"versions": {}}).facts
+    assert replace(told, about={}).facts["device_name"] is None
+
+
+def test_a_gradient_norm_counts_as_a_loss_does() -> None:
+    """A digest only where both have one."""
+    one = {0: {"loss_hex": "0x1p+0", "grad_norm_hex": "0x1p+1"}}
+    other = {0: {"loss_hex": "0x1p+0", "grad_norm_hex": "0x1p+2", "digest": "d"}}
+    assert losses.compare(one, other).first == losses.FirstDifference(0, "grad_norm", "0x1p+1", "0x1p+2")
+    other[0]["grad_norm_hex"] = "0x1p+1"
+    assert losses.compare(one, other) == losses.Compared(1, None)
+    one[0]["digest"] = "e"
+    assert losses.compare(one, other).first == losses.FirstDifference(0, "digest", "e", "d")
+
+
+@pytest.mark.parametrize(("stamped", "first"), [(2, (2, "stamp")), (3, (3, "step: 1 | 2")), (5, (3, "step: 1 | 2"))])
+def test_whichever_shows_a_tensor_first(
+    stamped: int, first: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fingerprint after a step, or the checkpoint after 4 steps, which says more of the same step."""
+    told = comparing.Told(tmp_path, "llama", {}, {}, {}, {}, {}, {4: tmp_path})
+    monkeypatch.setattr(comparing, "_by_fingerprints", lambda *_: comparing.FirstTensor(stamped, "stamp"))
+    monkeypatch.setattr(likeness, "compare", lambda *_: likeness.Likeness(1, (), (("step", 1, 2),)))
+    found = comparing.first_tensor(told, told, [4])
+    assert found
+    assert (found.step, found.text) == first

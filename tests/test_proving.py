@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,10 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
     return [(event["kind"], event["step"], event.get("epoch")) for event in events if event["kind"] in told]
 
 
-@pytest.mark.parametrize("family", OF_FAMILY)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=pytest.mark.slow if family in ("mlm", "llada") else ()) for family in OF_FAMILY],
+)
 def test_steps_made_again_have_the_same_bits_and_are_told_once(family: str, in_dir: Path, lockstep: Cli) -> None:
     """Of every family, with dropout on: a proof touches nothing, and a run that goes on doubles nothing."""
     run = train(lockstep, "run", "training.eval_interval=1", "report.results_dir=results", family=family, steps=3)
@@ -157,6 +161,23 @@ def test_what_does_not_belong_together_is_found(in_dir: Path, lockstep: Cli) -> 
     assert refuted.code == ExitCode.FAILED
     assert "63 tensors equal" in refuted.out
     assert refuted.out.splitlines()[-1] == "Not proven: other bits, first in step 3"
+
+
+def test_a_proof_that_fails_leaves_what_it_speaks_of(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle of a NaN, not the checkpoints of the run."""
+    run = train(lockstep, "run")
+    before = contents(run)
+    monkeypatch.setenv("LOCKSTEP_FAULT", "nan_loss@step=3")
+    failed = lockstep("resume", "run", "--prove")
+    assert failed.code == ExitCode.NON_FINITE, failed.text
+    (bundle,) = re.findall(r"try: lockstep replay ([^;\s]+)", failed.err)
+    assert list(Path(bundle).iterdir())
+    (scratch,) = Path("runs").glob(".prove-*")
+    assert f"left for you to look at and to remove: {scratch.resolve()}" in failed.out
+    assert not list(scratch.glob("held_*"))
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize(

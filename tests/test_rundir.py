@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,10 @@ def test_modes_follow_the_folder(tmp_path: Path) -> None:
     assert (folder / "secretive").stat().st_mode & 0o777 == 0o640
 
 
+def told(files: dict[str, Any]) -> str:
+    return json.dumps({"format": rundir.MANIFEST_FORMAT, "files": files})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -140,9 +145,13 @@ def test_modes_follow_the_folder(tmp_path: Path) -> None:
         (lambda folder: (folder / rundir.MANIFEST).unlink(), "no manifest: the save did not finish"),
         (lambda folder: (folder / rundir.MANIFEST).write_text("{"), "unreadable manifest"),
         (lambda folder: (folder / rundir.MANIFEST).write_text("[]"), "unreadable manifest"),
-        (lambda folder: (folder / rundir.MANIFEST).write_text('{"files": {"x": {}}}'), "unreadable manifest"),
         (
-            lambda folder: (folder / rundir.MANIFEST).write_text('{"files": {"../x": {"bytes": 0, "sha256": ""}}}'),
+            lambda folder: (folder / rundir.MANIFEST).write_text('{"format": 2, "files": {}}'),
+            "unreadable manifest .format 2",
+        ),
+        (lambda folder: (folder / rundir.MANIFEST).write_text(told({"x": {}})), "unreadable manifest"),
+        (
+            lambda folder: (folder / rundir.MANIFEST).write_text(told({"../x": {"bytes": 0, "sha256": ""}})),
             "outside the folder",
         ),
     ],

@@ -6,6 +6,7 @@ tensor with other bits. Cosmetic settings are shown and do not count: two runs t
 
 from __future__ import annotations
 
+import contextlib
 import json as json_format
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -58,7 +59,7 @@ class Told:
         """Versions, device, threads, kernels, and the variables that decide bits."""
         if not self.about:  # it has saved nothing
             told = {key: self.started.get(name) for key, name in OF_START.items()}
-            told |= self.place.get("versions") or {}
+            told |= _object(self.place.get("versions"))
         else:
             told = facts_of(self.about)
         variables = _object(self.place.get("variables"))
@@ -141,7 +142,7 @@ def read(root: Path) -> Told:
     return Told(
         root=root,
         family=loaded.family,
-        config=about.get("config") or to_dict(loaded.config),
+        config=_object(about.get("config")) or to_dict(loaded.config),
         about=about,
         started=started[-1] if started else {},
         place=_json(run.env),
@@ -164,8 +165,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 def facts_of(about: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the bits of a state and is no setting: versions, device, threads, kernels."""
-    versions: Mapping[str, Any] = about.get("versions") or {}
-    return {**{key: about.get(key) for key in FACTS}, **versions}
+    return {**{key: about.get(key) for key in FACTS}, **_object(about.get("versions"))}
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -257,10 +257,11 @@ def _by_fingerprints(one: Path, other: Path) -> FirstTensor | None:
         stamps: dict[int, records.Stamp] = {}
         for _, content in records.read_lines(files[0]) if files else ():
             kind = content.pop("kind", "") if content else ""
-            if content and kind == "workload":
-                names = list(content["tensors"])
-            elif content and kind == "step":
-                stamps[int(content["step"])] = records.Stamp(**content)
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a line of whoever wrote the run
+                if content and kind == "workload":
+                    names = list(content["tensors"])
+                elif content and kind == "step":
+                    stamps[int(content["step"])] = records.Stamp(**content)
         found.append((names, stamps))
     (names, ours), (their_names, theirs) = found
     for step in sorted(ours.keys() & theirs.keys()) if names == their_names else ():

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lockstep.report.losses import Compared
 
 AGAIN = "again"  # the name of the run that makes the steps again
+HELD = "held_"  # before the names of checkpoints that stay meanwhile
 SILENT: Mapping[str, Any] = {  # cosmetic: what is shown and written beside the numbers
     "training.save_interval": 0, "training.eval_interval": 0, "training.eval_batches": 1, "training.gen_interval": 0,
     "training.gen_episodes": 0, "training.checkpoint_dir": None, "report.results_dir": None, "report.log_file": None,
@@ -154,7 +155,10 @@ def _beginning(run: RunDir) -> tuple[Path | None, int]:
 
 @contextmanager
 def _scratch(run: Path) -> Generator[Path]:
-    """A folder for the steps that are made again: beside the run, where there is room for such a state."""
+    """A folder for the steps that are made again: beside the run, where there is room for such a state.
+
+    It stays where they have failed, without the files of the run: what is said of the failure leads into it.
+    """
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".prove-", dir=run.resolve().parent))
     except OSError:
@@ -162,7 +166,11 @@ def _scratch(run: Path) -> Generator[Path]:
     try:
         yield scratch
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        failed = RunDir(scratch / AGAIN).failure.is_file()
+        for path in scratch.glob(f"{HELD}*") if failed else (scratch,):
+            shutil.rmtree(path, ignore_errors=True)
+        if failed:
+            say(scrubber()(f"  left for you to look at and to remove: {scratch}"))
 
 
 def held(task: Task, scratch: Path) -> Task:
@@ -174,7 +182,7 @@ def held(task: Task, scratch: Path) -> Task:
     def hold(path: Path) -> Path:
         if not path.is_dir():
             return path
-        kept = scratch / f"held_{path.name}"
+        kept = scratch / f"{HELD}{path.name}"
         try:
             shutil.copytree(path, kept, copy_function=os.link)
         except (OSError, shutil.Error):
@@ -227,8 +235,8 @@ def _silent(*_: str) -> None:
 
 def _heading(task: Task) -> list[str]:
     about, scrub = task.about, scrubber()
-    start = f"from {task.base.name.removeprefix('held_')}" if task.base else "from the beginning"
-    name = task.target.name.removeprefix("held_")
+    start = f"from {task.base.name.removeprefix(HELD)}" if task.base else "from the beginning"
+    name = task.target.name.removeprefix(HELD)
     workers = f"{about['world']} worker{'s' * (about['world'] != 1)}"
     return [
         scrub(f"{task.run.root}: {name}"),

@@ -23,6 +23,7 @@ from typing import IO, Any
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, OutputError
 
 MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
 LATEST = "latest"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}")
 HASH_CHUNK_BYTES = 1 << 22
@@ -264,7 +265,7 @@ def seal(folder: Path, *, known: Mapping[str, Mapping[str, Any]] | None = None, 
             name = path.relative_to(folder).as_posix()
             files[name] = known[name] if known and name in known else entry(path, beat)
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n", encoding="utf-8")
+    manifest.write_text(json.dumps({"format": MANIFEST_FORMAT, "files": files}, indent=1) + "\n", encoding="utf-8")
     for path in [manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         fsync_path(path)
 
@@ -294,8 +295,10 @@ def verify(
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     try:
-        files = read_json(path)["files"]
-        entries = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+        tree = read_json(path)
+        if tree["format"] != MANIFEST_FORMAT:
+            raise ValueError(f"format {tree['format']!r}")
+        entries = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"unreadable manifest ({error})", where=str(path)) from None
     for name in entries:

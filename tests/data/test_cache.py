@@ -224,7 +224,7 @@ def test_what_was_found_damaged_is_not_opened_again(large: Path) -> None:
 
 def test_a_damaged_manifest_is_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, _ = open_or_build(KEY, [tmp_path], fill)
-    for text in ("", "{}", '{"files": {"../../x": {"bytes": 1, "sha256": ""}}}'):
+    for text in ("", "{}", '{"format": 1, "files": {"../../x": {"bytes": 1, "sha256": ""}}}'):
         (folder / MANIFEST).write_text(text, encoding="utf-8")
         assert open_or_build(KEY, [tmp_path], fill) == (folder, True)
     assert "manifest" in caplog.text

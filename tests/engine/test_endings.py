@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine import checkpoint, endings, state
+from lockstep.engine import checkpoint, endings, milestones, state
 from lockstep.engine.checkpoint import Checkpointer, State
-from lockstep.errors import DataError, ExitCode, LockstepError
+from lockstep.errors import DataError, ExitCode, LockstepError, Stopped
 from lockstep.report.jsonl import read_events
+from lockstep.rundir import RunDir
+from lockstep.runtime import env
 from tests.conftest import Outcome
 from tests.gates.training import run
 
@@ -73,10 +77,15 @@ def test_a_broken_sink_does_not_hide_the_error(in_dir: Path, lockstep: Cli, monk
 def test_a_failing_last_save_does_not_hide_the_error(
     in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dead_gpu(*_: Any) -> State:
+    real, calls = milestones.capture, list[Any]()
+
+    def dying_gpu(*given: Any) -> State:
+        calls.append(given)
+        if len(calls) == 1:  # to know how large a checkpoint will be
+            return real(*given)
         raise RuntimeError("CUDA error: the card is gone")
 
-    monkeypatch.setattr("lockstep.engine.milestones.capture", dead_gpu)
+    monkeypatch.setattr(milestones, "capture", dying_gpu)
     monkeypatch.setenv("LOCKSTEP_FAULT", "nan_loss@step=1")
     failed = lockstep(*TINY, "--name", "a")
     assert failed.code == ExitCode.NON_FINITE
@@ -142,7 +151,7 @@ def test_a_full_disk_is_not_written_to_again(in_dir: Path, lockstep: Cli, monkey
     monkeypatch.setattr(checkpoint, "save_file", save_file)
     failed = lockstep(*TINY, "--name", "a", "training.save_interval=1")
     assert failed.code == ExitCode.IO, failed.text
-    assert "MiB free, 2 MiB needed)" in failed.err
+    assert re.search(r"MiB free, [1-9][\d.]* MiB needed\)", failed.err), failed.err
     assert failed.err.splitlines()[-1].endswith("resume runs/a")
     assert len(saves) == 3, "no second try"
     monkeypatch.setattr(checkpoint, "save_file", real)
@@ -195,7 +204,13 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "manifest", ['{"files": {}}', "[]", "{", '{"files": {"%s": {"bytes": 1, "sha256": ""}}}' % ("x" * 300)]
+    "manifest",
+    [
+        '{"format": 1, "files": {}}',
+        "[]",
+        "{",
+        '{"format": 1, "files": {"%s": {"bytes": 1, "sha256": ""}}}' % ("x" * 300),
+    ],
 )
 def test_an_odd_manifest_is_passed_over(manifest: str, tmp_path: Path) -> None:
     tensor = {"w": torch.ones(3)}
@@ -354,3 +369,24 @@ def test_another_workers_failure_is_not_called_a_lost_contact() -> None:
         f"lost contact with another worker ({gone})",
     ]
     assert all(isinstance(each, LockstepError) and each.secondary for each in said)
+
+
+@pytest.mark.parametrize("proof", [False, True])
+def test_a_stop_says_how_to_go_on_and_a_proof_has_nothing_to(tmp_path: Path, proof: bool) -> None:
+    """Its folder is gone when the user reads it."""
+    stopped = Stopped("stopped by SIGTERM")
+    with env.changed(env.UNTIL, "9" if proof else ""):
+        endings.point_to_resuming(stopped, RunDir(tmp_path))
+    assert (f"resume {tmp_path}" in str(stopped)) is not proof
+    assert (str(tmp_path) in str(stopped)) is not proof
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [(OSError(errno.EIO, "broken"), "io"), (OSError(errno.ENOSPC, "full"), "disk_full"), (None, "disk_full")],
+)
+def test_only_want_of_room_is_a_full_disk(cause: OSError | None, kind: str) -> None:
+    """The one is answered by a restart, the other is not. Without the system's word it was our own count."""
+    error = LockstepError("saving failed", exit_code=ExitCode.IO)
+    error.__cause__ = cause
+    assert endings.describe(error, env.detect(), step=1)["kind"] == kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,18 @@ def test_names_are_unwrapped_wherever_they_were_wrapped() -> None:
     names = ("_orig_mod.a.weight", "module.layers.0._orig_mod.b", "_fsdp_wrapped_module.module.c", "modules.d")
     found = torch_file.unwrapped(dict.fromkeys(names, torch.zeros(1)), where="here")
     assert list(found) == ["a.weight", "layers.0.b", "c", "modules.d"]
+
+
+def test_a_packed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """A small one of those that fill the memory; the same file as torch writes it is read."""
+    torch.save({"a": torch.zeros(1 << 16)}, tmp_path / "plain.pt")
+    assert torch_file.read(tmp_path / "plain.pt").keys() == {"a"}
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as old,
+        zipfile.ZipFile(tmp_path / "theirs.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    with pytest.raises(DataError, match="claim to hold") as caught:
+        torch_file.read(tmp_path / "theirs.pt")
+    assert caught.value.where == str(tmp_path / "theirs.pt")

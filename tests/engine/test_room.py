@@ -232,9 +232,27 @@ def test_the_last_save_must_fit_whatever_the_policy(tmp_path: Path, caplog: pyte
     assert caplog.text.count("No room for the next checkpoint") <= 1
 
 
-def test_room_is_held_between_saves_and_not_after_the_last(tmp_path: Path) -> None:
+def test_that_there_is_none_for_the_next_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda _: 0)
+    held = Room(tmp_path)
+    held.lasting = True
+    for _ in range(3):
+        held.take_again([MIB])
+    assert caplog.text.count("No room for the next checkpoint") == 1
+
+
+def test_room_is_held_between_saves_and_not_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = on_disk(tmp_path) / "checkpoints"
     held: list[bool] = []
+    meanwhile, write = list[int](), checkpoint.save_file
+
+    def noted(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        meanwhile.append(len(own_files(folder)))
+        write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", noted)
 
     def then(_: StepRecord) -> None:
         parts = recorder.parts
@@ -246,6 +264,7 @@ def test_room_is_held_between_saves_and_not_after_the_last(tmp_path: Path) -> No
     recorder = watching(then)
     run(tmp_path, {**EVERY, "training.max_steps": 4}, recorder=recorder)
     assert held == [True] * 4
+    assert meanwhile == [0] * 4, "it is given up to what it was held for"
     assert own_files(folder) == []
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "other", SMALL, recorder=watching(lambda _: 1 / 0))

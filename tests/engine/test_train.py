@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep.engine.snapshot import Snapshot
 from lockstep.errors import ExitCode
 from lockstep.report.jsonl import read_events
 from tests.conftest import Outcome
@@ -270,6 +271,8 @@ def test_an_exception_saves_counts_the_flying_step_and_resumes_exactly(
 ) -> None:
     flags = (*QUICK, "--max-steps", "8", "training.eval_interval=0", "training.save_interval=0")
     assert lockstep("train", "llama", "tiny", *flags, "--name", "whole").code == 0
+    freed: list[Snapshot] = []
+    monkeypatch.setattr(Snapshot, "free", lambda self: freed.append(self))
     monkeypatch.setenv("LOCKSTEP_FAULT", f"raise@step=4,where={where}")
     failed = lockstep("train", "llama", "tiny", *flags, "--name", "cut", "training.checkpoint_dir=.checkpoints")
     assert failed.code == 1
@@ -277,6 +280,7 @@ def test_an_exception_saves_counts_the_flying_step_and_resumes_exactly(
     assert (in_dir / ".checkpoints" / "error.pt").is_file()
     monkeypatch.delenv("LOCKSTEP_FAULT")
     assert lockstep("resume", "runs/cut").code == 0
+    assert len(freed) == 2, "pinned memory is given back, however a run ends"
     assert bits_of(in_dir / "runs" / "cut") == bits_of(in_dir / "runs" / "whole")
 
 

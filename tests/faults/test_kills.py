@@ -227,18 +227,19 @@ def test_damage_anywhere_is_seen_and_the_previous_checkpoint_is_used(kind: str, 
     for step in (1, 2):
         checkpointer.save(step, state_of(step))
     newest = tmp_path / "step_00000002"
-    files = sorted(path for path in newest.iterdir() if path.name != rundir.MANIFEST)
-    for _ in range(damages):
-        path = chance.choice(files)
+    files = sorted(newest.iterdir())
+    for number in range(damages):
+        path = files[number % len(files)]
         good = path.read_bytes()
-        place = chance.randrange(len(good))
+        place = chance.randrange(len(good.rstrip()))  # without the end of its last line a text is still whole
         bad = (
             good[:place]
             if kind == "truncate"
             else good[:place] + bytes([good[place] ^ 1 << chance.randrange(8)]) + good[place + 1 :]
         )
         path.write_bytes(bad)
-        with pytest.raises(LockstepError, match=path.name):
+        named = newest.name if path.name == rundir.MANIFEST else path.name  # it may be wrong about another file
+        with pytest.raises(LockstepError, match=named):
             checkpoint.load(newest)
         fallback = checkpointer.latest()
         assert fallback is not None

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ExitCode, Stopped
-from lockstep.launch import between_rounds, restarting
+from lockstep.launch import between_rounds, restarting, supervise
 from lockstep.launch.supervise import Outcome
 from lockstep.rundir import RunDir, set_aside
 from lockstep.runtime import faults, owner, rounds, signals
 from tests.launch import harness
+from tests.launch.launcher import stub_procs
 from tests.launch.test_faults import LAUNCHER, ROOT
 
 CRASH = {"exit_code": 137, "kind": "signal", "cause": "killed by SIGKILL"}
@@ -80,7 +81,7 @@ def test_which_failures_are_answered(
     trial = Trial(monkeypatch, failed(run, exit_code=code, kind=kind), Outcome(0, run=run))
     assert trial.run(1) == (0 if again else code)
     assert len(trial.told) == 1 + again
-    assert [line.startswith("[RESTART] 1 of 1 in 1 s, from step 0: killed") for line in trial.said] == [again]
+    assert [line.startswith("[RESTART] 1 of 1 in 1 s, from its beginning: killed") for line in trial.said] == [again]
 
 
 def test_the_table_is_in_the_docs() -> None:
@@ -243,6 +244,30 @@ def test_a_stop_ends_real_processes_between_rounds(tmp_path: Path) -> None:
     ended = job.finish(10)  # less than the pause
     assert ended.code == 75, ended.out
     ended.check_clean()
+
+
+def test_a_crash_after_a_stop_is_not_answered(tmp_path: Path) -> None:
+    """It was asked to stop, goes on for some steps, and crashes in one of them."""
+    command = (*LAUNCHER, "2", str(tmp_path / "run"), "restarts=2", "pause=0.1")
+    options = {"LOCKSTEP_FAULT": "exit@rank=1,step=50,code=9", "STUB_OPTIONS": "steps=200,lag=150"}
+    job = harness.start(command, cwd=ROOT, **options)
+    job.wait_for("[GPU1] Step [1]")
+    job.send(signal.SIGTERM)
+    ended = job.finish(30)
+    assert (ended.code, "[RESTART]" in ended.out) == (9, False), ended.out
+    assert "restarts: 0 of 2 made; not restarted, it was asked to stop" in ended.out
+
+
+def test_a_stop_while_the_last_are_cleared_away_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def crashed(self: Any, procs: object) -> Outcome:
+        self.team.inbox.received.append(signal.SIGTERM)
+        return failed()
+
+    monkeypatch.setattr(supervise._Supervisor, "run", crashed)
+    work = tmp_path / "work"
+    work.mkdir()
+    procs = stub_procs(1, tmp_path, work)
+    assert supervise.supervise(procs, supervise.Watch(), work, lambda _: None).stop_asked
 
 
 @pytest.mark.slow

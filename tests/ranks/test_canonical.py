@@ -44,7 +44,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, ranks: Pool, _prepared
 @pytest.mark.parametrize(
     ("name", "way", "precision"),
     [
-        ("llama", on(4, 1, 2), "fp32"),
+        ("llama", on(4, 2), "fp32"),
         *(pytest.param(name, on(world), "fp32", marks=slow) for name in FAMILIES for world in (2, 4, 8)),
         *(pytest.param(name, on(4, 2, 1, 8), "fp32", marks=slow) for name in FAMILIES),
         *(pytest.param("llama", on(2, 8, 4), precision, marks=slow) for precision in ("bf16", "fp16", "fp64")),

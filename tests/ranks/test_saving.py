@@ -92,7 +92,7 @@ def test_a_save_holds_the_weights_of_its_step(ranks: Pool, tmp_path: Path, mode:
     )
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_without_a_copy_it_would_not(ranks: Pool, tmp_path: Path, mode: str) -> None:
     """Negative control."""
     wanted = ranks(2, save_beside, tmp_path, mode, False, False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.report import jsonl
 from lockstep.report.jsonl import EventSink, read_events
 from tests.counting import calls
 
@@ -143,6 +144,25 @@ def test_a_torn_last_line_is_left_out_and_not_built_upon(tmp_path: Path, record)
     again.event("resume", {"step": 1})
     again.write(record(1))
     assert [(event["kind"], event["step"]) for event in read_events(path)] == [("step", 0), ("resume", 1), ("step", 1)]
+
+
+def test_the_story_is_not_lost_where_steps_cannot_be_cut(tmp_path: Path, record, monkeypatch) -> None:
+    path = tmp_path / "events.jsonl"
+    sink = EventSink(path)
+    sink.event("start", {"step": 0})
+    sink.write(record(0))
+    sink.event("fault", {"step": 0})
+    before = path.read_bytes()
+
+    class Full(io.BufferedRandom):
+        def write(self, _: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, _: Full(io.FileIO(self, "r+")))
+        with pytest.raises(OSError, match="No space left"):
+            jsonl.cut(path, 0, lambda old: old["kind"] == "step")
+    assert path.read_bytes() == before
 
 
 def test_what_an_objective_watches_is_beside_the_loss(tmp_path: Path, record) -> None:

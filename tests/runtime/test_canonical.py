@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from lockstep.config.load import load
+from lockstep.engine import epochs
 from lockstep.errors import ConfigError
 from lockstep.runtime.canonical import Canonical, tree
 from lockstep.runtime.determinism import label, mode
 from lockstep.runtime.grid import BLOCKS, check_canonical
 from lockstep.runtime.options import Deterministic
-from lockstep.runtime.reduce import Reducer, in_sequence
+from lockstep.runtime.reduce import Reducer, in_sequence, total_norm
 
 MICRO_BATCHES = 24  # of the global batch: three in a block
 WORLDS = (1, 2, 4, 8)
@@ -122,6 +123,39 @@ def test_plain_sums_have_other_bits() -> None:
     torch.testing.assert_close(alone[1:], canonical[1:])
 
 
+def test_whose_gradient_was_bad_is_known() -> None:
+    """The sums are bad on all ranks; what a rank had made itself only on one."""
+    board = Board(2)
+
+    def made(rank: int) -> tuple[bool, bool]:
+        weight = nn.Parameter(torch.ones(3))
+        group: Any = Rank(rank, board)
+        exchange = Canonical([weight], group, micro_batches=4)
+        exchange.zero()
+        for index in range(4):
+            exchange.before_backward(last=index == 3)
+            (weight * (torch.nan if (rank, index) == (1, 0) else 1.0)).sum().backward()
+        exchange.finish()
+        norm = exchange.norm([weight])
+        return bool(norm.isfinite()), bool(exchange.own(norm).isfinite())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(made, range(2))) == [(False, True), (False, False)]
+
+
+def test_the_norm_is_taken_in_float64() -> None:
+    """In float32 many small gradients beside a large one are partly lost."""
+    weight = nn.Parameter(torch.zeros(4097))
+    alone: Any = Rank(0, Board(1))
+    exchange = Canonical([weight], alone, micro_batches=BLOCKS)
+    assert weight.grad is not None
+    weight.grad.fill_(1e-3)[0] = 8.0
+    exact = weight.grad.double().norm().float()
+    assert not torch.equal(total_norm([weight]), exact)
+    assert torch.equal(exchange.norm([weight]), exact)
+    assert exchange.norm([weight]).dtype is torch.float32
+
+
 def test_the_tree_is_the_one_that_is_told() -> None:
     """In so many numbers that another order has other bits somewhere."""
     parts = list(torch.randn(BLOCKS, 1000, generator=torch.Generator().manual_seed(2)))
@@ -178,6 +212,19 @@ def test_how_it_is_asked_for(flags: list[tuple[str, str | None]], value: bool | 
     assert system.deterministic == value
     assert type(system.deterministic) is type(value)
     assert system.canonical == (value == "canonical")
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "micro", "hint"),
+    [("true", (3, 1), "--gpus 2, 3, 4, 6, 8, 12 or 24"), ("canonical", (6, 4), "--gpus 1, 2 or 4")],
+)
+def test_a_micro_batch_is_what_is_added_and_stays(deterministic: str, micro: tuple[int, int], hint: str) -> None:
+    """A run of 24 rows goes on with 8 workers: 3 rows each cannot be micro-batches of 6, and only plain sums shrink."""
+    flags = {"system.deterministic": deterministic, "training.batch_size": "6", "training.grad_accum_nums": "4"}
+    config = load("llama", preset="tiny", flags=list(flags.items())).config
+    moved = epochs.with_batch(config, 24, world=8).training
+    assert (moved.batch_size, moved.grad_accum_nums) == micro
+    assert epochs.counts_that_fit(24, config, near=8) == hint
 
 
 def test_workers_that_share_the_cores_have_as_many_threads_as_one_alone() -> None:

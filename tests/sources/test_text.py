@@ -7,6 +7,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +182,17 @@ def test_missing_files(in_dir: Path, path: str) -> None:
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError) -> None:
     """Opening a file of this name fails; modes would not stop root."""
-    real = Path.open
 
-    def refusing(self: Path, *arguments: Any, **named: Any) -> Any:
-        if self.name == name:
-            raise error
-        return real(self, *arguments, **named)
+    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: str | Path, *arguments: Any, **named: Any) -> Any:
+            if Path(path).name == name:
+                raise error
+            return real(path, *arguments, **named)
 
-    monkeypatch.setattr(Path, "open", refusing)
+        return opened
+
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    monkeypatch.setattr(os, "open", refusing(os.open))
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def room_for_saves(parts: Parts) -> Generator[None]:
     with contextlib.closing(parts.checkpointer.room):
         parts.checkpointer.reserve(state, saves=aside + 1)
         if aside or parts.epochs:
-            parts.saver.make_room(state)
+            parts.saver.make_room(state, ranks=env.detect().local_world)
         del state
         yield
 
@@ -151,16 +151,18 @@ def land(parts: Parts, *, last: bool = False, patience_seconds: float = math.inf
     """
     try:
         saved = parts.saver.land(parts.link, patience_seconds=patience_seconds)
+        if saved:
+            parts.tell("save", step=saved.step, path=str(saved.path))
+            if saved.failed:
+                raise saved.failed
+            if saved.export:
+                parts.tell("export", step=saved.step, path=str(saved.export))
     except LockstepError as error:
         if last or error.exit_code != ExitCode.IO or parts.config.checkpoint.on_full == "stop":
             raise
-        if not error.secondary:
-            logger.warning("Training goes on without this checkpoint, the next save tries again: %s", error)
-        return
-    if saved:
-        parts.tell("save", step=saved.step, path=str(saved.path))
-        if saved.export:
-            parts.tell("export", step=saved.step, path=str(saved.export))
+        if parts.council.group.rank == 0:  # whose lines are shown; the error names the rank that had it
+            logger.warning("Training goes on without this checkpoint, the next save tries again: %s", str(error))
+        error.__traceback__ = None  # else it holds itself, and with it the copy, until the garbage is collected
 
 
 def _make_way(parts: Parts, *, strict: bool) -> None:
@@ -170,7 +172,7 @@ def _make_way(parts: Parts, *, strict: bool) -> None:
     except LockstepError as error:
         if strict:
             raise
-        if not error.secondary:
+        if parts.council.group.rank == 0:
             logger.error("The save before this one has failed: %s", error)
 
 

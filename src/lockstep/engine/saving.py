@@ -18,6 +18,7 @@ from pathlib import Path
 from lockstep.engine.checkpoint import MODEL, OPTIMIZER, Checkpointer, State
 from lockstep.engine.shards import Stored
 from lockstep.engine.snapshot import Snapshot, needed_bytes
+from lockstep.errors import LockstepError
 from lockstep.runtime.marks import Marks
 from lockstep.runtime.signals import UNSTOPPABLE
 
@@ -57,6 +58,7 @@ class Saved:
     step: int
     path: Path
     export: Path | None
+    failed: LockstepError | None = None  # what there is no such export for
 
 
 class Saver:
@@ -84,14 +86,17 @@ class Saver:
         """Whether this rank writes tensors, and so needs a copy of them."""
         return self.checkpointer.writes if self.checkpointer.sharded else self.group.rank == 0
 
-    def make_room(self, state: State) -> None:
-        """Get ready for copies of such a state, beside whatever is going on."""
-        if self.keeps:
+    def make_room(self, state: State, *, ranks: int) -> None:
+        """Get ready for copies of such a state, beside whatever is going on, where there is memory for them."""
+        if self.keeps and self._fits(state, ranks):
             self.snapshot.reserve(needed_bytes(state))
+
+    def _fits(self, state: State, ranks: int) -> bool:
+        return self.snapshot.fits(state, ranks=ranks if self.checkpointer.sharded else 1)
 
     def has_room(self, state: State, *, ranks: int) -> bool:
         """Whether there is memory for a copy here, where `ranks` processes share it; says so once if there is not."""
-        if not self.keeps or self.snapshot.fits(state, ranks=ranks if self.checkpointer.sharded else 1):
+        if not self.keeps or self._fits(state, ranks):
             return True
         if not self._is_told:
             logger.warning("Not enough memory for a copy of the state: training waits while it is saved")
@@ -121,9 +126,13 @@ class Saver:
     def _write(self, step: int, state: State, export: Export | None) -> Saved:
         self.snapshot.wait()
         path = self.checkpointer.save(step, state)
-        if export:
+        if not export:
+            return Saved(step, path, None)
+        try:
             self.group.together(lambda: export.write(self._whole(path, state), self.checkpointer.link))
-        return Saved(step, path, export.path if export else None)
+        except LockstepError as error:  # the checkpoint is there all the same
+            return Saved(step, path, None, failed=error)
+        return Saved(step, path, export.path)
 
     def _whole(self, path: Path, state: State) -> State:
         """Of a state in shards no rank has all: it lies in the files that were just published."""

@@ -7,6 +7,7 @@ what is being copied, waits. Pinning takes longer than copying, so such memory i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,7 @@ class Snapshot:
 
     def reserve(self, size: int) -> None:
         """Pin memory for the first save while training has not come to it; nothing to do on the CPU."""
-        if self.on_cuda and size + SPARE_BYTES <= free_bytes():
+        if self.on_cuda:
             self._pinning = threading.Thread(target=self._pin_room, args=(size,), name=UNSTOPPABLE, daemon=True)
             self._pinning.start()
 
@@ -94,9 +95,13 @@ class Snapshot:
         self._kept = room
 
     def free(self) -> None:
-        """Give back what was kept."""
+        """Let the GPU forget what was kept: it would go on writing to these pages when others lie at their address."""
+        if self._pinning is not None:
+            self._pinning.join()
+            self._pinning = None
         if self._kept is not None:
-            self.wait()
+            with contextlib.suppress(RuntimeError):  # of a GPU that has failed
+                self.wait()
             _unpin(self._kept)
             self._kept = None
 

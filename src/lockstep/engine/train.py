@@ -162,6 +162,7 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
                 planned, run, point=point, sinks=sinks, stop=stop, group=around.group, link=around.link
             )
             closing.callback(assembled.loader.close)
+            closing.callback(assembled.parts.saver.snapshot.free)
             if around.first:
                 rundir.point_latest(run)  # a run that could not begin is not the latest
             parts = assembled.parts

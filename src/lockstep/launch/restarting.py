@@ -100,7 +100,7 @@ def keep_running(
             if not reason and made < most:
                 seconds = pause.next(progress=bool(made) and newest > saved)
                 saved = newest
-                start = f"from {newest or 'step 0'}"
+                start = f"from {newest or 'its beginning'}"
                 say(env.redact(f"[RESTART] {made + 1} of {most} in {seconds:g} s, {start}: {outcome.failure['cause']}"))
                 with _waiting(run, node):
                     time.sleep(seconds)

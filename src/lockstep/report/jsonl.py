@@ -125,8 +125,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         if event is None:
             log.debug("%s:%d: unreadable line left out", path, number)
             continue
-        if event["kind"] == "resume":
-            done = int(event.get("step", 0))
+        if event["kind"] == "resume" and isinstance(done := event.get("step", 0), int):
             events = [old for old in events if not _voided(old, done)]
         events.append(event)
     return events
@@ -147,8 +146,8 @@ def cut(path: Path, done: int, is_old: Callable[[Mapping[str, Any]], bool]) -> N
             position += len(line)
         if begin >= 0:
             file.seek(begin)
-            file.truncate()
             file.write(b"".join(kept))
+            file.truncate()  # afterwards: a kill in between must not cost the story
 
 
 def _begin_of_end(file: IO[bytes], done: int) -> int:
