@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.arguments import Setting
 from lockstep.comparing import facts_of, pairs
-from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
+from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
 from lockstep.rundir import MANIFEST, RunDir, read_json
@@ -76,7 +76,7 @@ def prove(arguments: Namespace, settings: list[Setting]) -> int:
     if is_child():
         raise ConfigError("a proof starts its own workers", where="--prove", hint="without another launcher")
     task = find(find_run(arguments.run), arguments.steps)
-    with _scratch(task.run.root) as scratch:
+    with _scratch(task.run.root) as scratch, _naming_what_is_held(task.run, scratch):
         task = held(task, scratch)
         family, settings_file = str(task.about["family"]), write_settings(task, scratch)
         words = ["train", family, "--config", str(settings_file)]
@@ -171,6 +171,16 @@ def _scratch(run: Path) -> Generator[Path]:
             shutil.rmtree(path, ignore_errors=True)
         if failed:
             say(scrubber()(f"  left for you to look at and to remove: {scratch}"))
+
+
+@contextmanager
+def _naming_what_is_held(run: RunDir, scratch: Path) -> Generator[None]:
+    """An error speaks of the checkpoint by the name that stays."""
+    try:
+        yield
+    except LockstepError as error:
+        error.where = error.where.replace(f"{scratch}/{HELD}", f"{run.checkpoints}/")
+        raise
 
 
 def held(task: Task, scratch: Path) -> Task:

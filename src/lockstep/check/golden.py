@@ -7,6 +7,7 @@ decides bits: model of the card, driver, torch, and the hash of what was run.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import statistics
@@ -125,12 +126,14 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     if not path.parent.is_dir():
         raise NotFoundError("there is no such folder for the golden record", where=str(path.parent), hint=hint)
     try:
-        document = json.loads(path.read_bytes())
+        document = rundir.read_json(path)
     except FileNotFoundError:
         return {}
     except OSError as error:
+        if error.errno == errno.EINVAL:  # a pipe or a device
+            raise DataError(f"is no golden record of lockstep: {error.strerror}", where=str(path), hint=hint) from None
         raise rundir.io_error(error, path, doing="reading the golden record") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise DataError("is no golden record of lockstep: not JSON", where=str(path), hint=hint) from None
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise DataError("is no golden record of lockstep", where=str(path), hint=hint)

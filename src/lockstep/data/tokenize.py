@@ -25,6 +25,7 @@ from lockstep.data.vocabulary import (
     template_beside,
 )
 from lockstep.errors import DataError, NotFoundError
+from lockstep.rundir import open_plain
 from lockstep.runtime.signals import UNSTOPPABLE
 
 if TYPE_CHECKING:
@@ -338,7 +339,8 @@ def load_tokenizer(path: Path) -> TokenizerFile:
     """The tokenizer of a folder with tokenizer.json, or of that file."""
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = file.read_text(encoding="utf-8")
+        with open_plain(file) as opened:
+            content = opened.read().decode()
     except FileNotFoundError:
         raise NotFoundError("there is no tokenizer.json", where=str(file)) from None
     except (OSError, UnicodeDecodeError) as error:

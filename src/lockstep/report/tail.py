@@ -26,13 +26,15 @@ class Growing:
         with open_plain(self._path) as file:
             self._inode = os.fstat(file.fileno()).st_ino
             start = end = file.seek(0, 2)
-            text = b""
-            while start > 0 and (count == 0 or text.count(b"\n") <= count):
+            blocks, ends = list[bytes](), 0
+            while start > 0 and (count == 0 or (ends <= count and end - start <= count * LONGEST_LINE_BYTES)):
                 begin = max(0, start - BLOCK_BYTES) if count else 0
                 file.seek(begin)
-                text = file.read(start - begin) + text
+                blocks.append(file.read(start - begin))
+                ends += blocks[-1].count(b"\n")
                 start = begin
         self._offset = end
+        text = b"".join(reversed(blocks))
         *whole, self._open_line = text.split(b"\n")
         return _texts(whole[-count:] if count else whole)
 
