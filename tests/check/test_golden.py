@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.check import golden
 from lockstep.check.records import Card, Replica, Work, Workload
-from lockstep.errors import DataError, ExitCode, LockstepError, NotFoundError
+from lockstep.errors import DataError, ExitCode, NotFoundError
 from lockstep.health.records import Stamp
 
 VERSIONS = {"torch": "2.11.0", "cuda": "12.8", "numpy": "2.1"}
@@ -99,7 +99,7 @@ def test_every_damaged_byte_of_a_value_is_noticed(tmp_path: Path) -> None:
 def test_a_missing_folder_and_a_folder_in_place_of_a_file_are_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such folder"):
         golden.open_book(tmp_path / "nowhere" / "golden.json", "h")
-    with pytest.raises(LockstepError, match="failed"):
+    with pytest.raises(DataError, match="not a plain file"):
         golden.open_book(tmp_path, "h")
 
 
