@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.engine import checkpoint, endings
 from lockstep.engine.checkpoint import Checkpointer
+from lockstep.engine.step import Stepper
+from lockstep.errors import ExitCode, LockstepError
 from tests.conftest import Outcome
 
 Cli = Callable[..., Outcome]
@@ -156,3 +160,26 @@ def test_only_the_validation_is_bad(bad: bool, in_dir: Path, lockstep: Cli, monk
     told = small("", monkeypatch, lockstep)
     assert told.code == 0, told.text
     assert ("Validation loss is nan at step 4" in told.out) == bad
+
+
+def test_a_process_alone_waits_for_the_save_on_its_way(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes; where the disk was at fault no other save is tried, and this one is all there is."""
+    real_save, real_launch = checkpoint.save_file, Stepper.launch
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        real_save(*arguments)
+
+    def fails(stepper: Stepper, step: int, *arguments: Any) -> Any:
+        if step == 2:
+            raise LockstepError("a disk is gone", exit_code=ExitCode.IO)
+        return real_launch(stepper, step, *arguments)
+
+    monkeypatch.setattr(endings, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    monkeypatch.setattr(Stepper, "launch", fails)
+    told = lockstep("train", "llama", "tiny", *QUICK, "--name", "bad", "training.save_interval=2")
+    assert told.code == ExitCode.IO, told.text
+    assert [path.name for path in Checkpointer(in_dir / "runs/bad/checkpoints").found()] == ["step_00000002"]

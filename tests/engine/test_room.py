@@ -16,7 +16,7 @@ import torch
 
 from lockstep import rundir
 from lockstep.contracts import StepRecord
-from lockstep.engine import checkpoint, milestones, room
+from lockstep.engine import checkpoint, endings, milestones, room
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.room import Room
 from lockstep.errors import ExitCode, LockstepError
@@ -287,3 +287,12 @@ def test_room_for_fewer_checkpoints_than_are_kept_is_said_before_training(
 
 def free_of(mib: int) -> Callable[[Path], int]:
     return lambda _: mib * MIB
+
+
+def test_what_another_rank_failed_of_keeps_its_kind(tmp_path: Path) -> None:
+    """A full disk is not answered by a restart, an input/output error is; whoever met it."""
+    for number, no_room in ((errno.ENOSPC, True), (errno.EIO, False)):
+        said = Checkpointer(tmp_path)._told(OSError(number, os.strerror(number)), tmp_path / "step_00000001")
+        with pytest.raises(LockstepError, match="rank 1 on") as caught:
+            checkpoint._raise_first([{}, said], 0)
+        assert endings._is_no_room(caught.value) == no_room

@@ -191,7 +191,7 @@ class Checkpointer:
                 said[file] = write_pieces(tensors, path, first=number == 1)
                 self._beat()
                 said["files"][path.name] = rundir.entry(path, self._beat)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, MemoryError) as error:
             return self._told(error, final)
         return said
 
@@ -223,7 +223,8 @@ class Checkpointer:
     def _told(self, error: Exception, final: Path) -> dict[str, Any]:
         """The same, for the other ranks."""
         failed = self._failed(error, final)
-        return {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
+        told = {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
+        return {**told, "errno": getattr(error, "errno", None)}
 
     def _forget(self) -> None:
         found = self.found()
@@ -335,4 +336,4 @@ def _raise_first(said: list[dict[str, Any]], own_rank: int, kind: type[LockstepE
             code = ExitCode.IO if kind is LockstepError else kind.exit_code
             error = kind(each["failed"] + whose, where=each["where"], hint=each["hint"], exit_code=code)
             error.secondary = rank != own_rank
-            raise error
+            raise error from (OSError(number, each["failed"]) if (number := each.get("errno")) else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from lockstep.runtime.group import is_lost_peer
 logger = logging.getLogger(__name__)
 
 TRACE_LINES = 20
-PATIENCE_SECONDS = 5.0  # with a save that shows no sign of life
+PATIENCE_SECONDS = 5.0  # with a save that shows no sign of life, and may wait for a rank that is gone
 KINDS: dict[type[BaseException], str] = {NonFiniteError: "nonfinite", MemoryShortageError: "memory"}
 
 
@@ -82,7 +83,8 @@ def end_badly(
     elif parts and parts.config.system.mode == "replicas" and not record["secondary"]:
         _attempt("comparing the replicas", _tell_differences, run, record["exit_code"])
     if parts:  # also of a rank whose others are gone: what was begun is worth an attempt, as long as it goes on
-        _attempt("the save on its way", milestones.land, parts, patience_seconds=PATIENCE_SECONDS)
+        patience = math.inf if alone else PATIENCE_SECONDS
+        _attempt("the save on its way", milestones.land, parts, patience_seconds=patience)
     together = alone or isinstance(error, NonFiniteError)  # what strikes every worker at once: all are here to save
     if getattr(error, "kept", False) or _is_io(error):  # what could not be written now will not be in a moment
         return
