@@ -120,7 +120,7 @@ def _train_as_child(loaded: Loaded, asked: Start) -> int:
         asked.told("[WARNING] --restarts is for our own launcher: torchrun has --max-restarts, SLURM its requeue")
     if foreign and (record := between_rounds.verdict()):
         code = int(record.get("exit_code") or record.get("stopped") or ExitCode.FAILED)
-        if first:
+        if between_rounds.is_first_to_tell():  # the first worker may be ended by torchrun before it has said a word
             asked.told(f"[RESTART] in vain: exit code {code} again, {record.get('cause', 'it was asked to stop')}")
         return code
     return _train(loaded, asked)

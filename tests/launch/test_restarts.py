@@ -211,6 +211,9 @@ def test_what_a_round_leaves_to_the_next(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert between_rounds.verdict() == {}
         between_rounds.close({"exit_code": 71})
         assert between_rounds.verdict() == {"exit_code": 71}
+        assert [between_rounds.is_first_to_tell() for _ in range(3)] == [True, False, False]
+        monkeypatch.setenv(rounds.ELASTIC_NUMBER, "2")
+        assert between_rounds.is_first_to_tell(), "once in every round"
     finally:
         between_rounds._folder.cache_clear()
     assert restarting.is_in_vain({"exit_code": 71, "kind": "nonfinite"})

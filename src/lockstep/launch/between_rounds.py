@@ -5,6 +5,7 @@ It lies in a folder of this machine that outlives the rounds of a start: our lau
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -63,6 +64,16 @@ def verdict() -> dict[str, Any]:
     """Why this round is in vain; {}: it is not."""
     folder = _folder() if rounds.current().number and not env.get(FOLDER) else None
     return failure.read_record(folder / VERDICT) if folder else {}
+
+
+def is_first_to_tell() -> bool:
+    """Of the workers on this machine, in this round."""
+    folder = _folder()
+    with contextlib.suppress(FileExistsError):
+        if folder:
+            (folder / f"told-{rounds.current().number}").touch(exist_ok=False)
+            return True
+    return False
 
 
 @functools.cache
