@@ -363,7 +363,8 @@ def test_another_workers_failure_is_not_called_a_lost_contact() -> None:
     told = LockstepError("GPU 1 ends step 3 with other bits")
     told.secondary = True
     gone = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
-    said = [endings.explain(error, None, run=None, place=None) for error in (told, gone)]  # type: ignore[arg-type] - not needed for these
+    unused: Any = None  # these two errors ask for no plan, run or place
+    said = [endings.explain(error, unused, run=unused, place=unused) for error in (told, gone)]
     assert [str(each) for each in said] == [
         "another worker failed: GPU 1 ends step 3 with other bits",
         f"lost contact with another worker ({gone})",

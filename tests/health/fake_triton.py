@@ -28,7 +28,7 @@ class Pointer:
 class Kernel:
     """`kernel[(programs,)](...)` runs the programs one by one, from the last to the first: order must not matter."""
 
-    def __init__(self, body: Callable[..., Any], language: ModuleType) -> None:
+    def __init__(self, body: Callable[..., Any], language: Any) -> None:
         self.body, self.language = body, language
 
     def __call__(self, *args: Any) -> Any:
@@ -40,7 +40,7 @@ class Kernel:
             given = [Pointer(arg.numpy()) if isinstance(arg, torch.Tensor) else arg for arg in args]
             for program in reversed(range(grid[0])):
                 number = np.int32(program)
-                self.language.program_id = lambda _axis, number=number: np.full((), number).view(Values)  # type: ignore
+                self.language.program_id = lambda _axis, number=number: np.full((), number).view(Values)
                 self.body(*given, **constants)
 
         return launch
