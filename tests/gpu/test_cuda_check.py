@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.check import audit, probes, records
+from lockstep.check import audit, probes, records, verdict
 from lockstep.check.errand import FILE, Errand
 from lockstep.check.records import Card, Replica, Work, Workload
+from lockstep.check.stragglers import speeds
 from lockstep.check.workloads import GIB, MADE, prepare_all, workloads
 from lockstep.health.finding import Place
 from lockstep.health.records import chain_of, first_tensor
@@ -192,3 +194,35 @@ def test_the_audit_names_what_does_not_repeat(tmp_path: Path, rows: Path) -> Non
         assert origin.phase == "backward"
         assert "attention" in origin.operation.lower()
         assert origin.module.endswith("attention")
+
+
+@pytest.mark.skipif(ON_CPU, reason="CPU workers share cores: they are judged by another ratio")
+def test_a_card_with_a_delay_is_called_slow_and_no_other(together: Callable[..., list[Replica]]) -> None:
+    """Each has the card for itself, one after the other, as if there were many: sharing it is not to count.
+
+    Groups of four are drawn from stretches of 40 steps: three of them clean, in one the host sleeps in each step.
+    """
+    warm, steps, groups, delays = 10, 40, 100, {"5": 0.05, "10": 0.1, "30": 0.3}
+    work = workload({**SHORT, "model.num_layers": 1, "model.vocab_size": 8192, **MADE}, warm + 5 * steps)
+    names = ["first", "second", "third", "fourth", *delays]
+    fault = ";".join(f"slow@workload={name},factor={1 + share}" for name, share in delays.items())
+    [told] = together(1, [dataclasses.replace(work, name=name) for name in names], fault=fault)
+    stretches: dict[str, list[list[float]]] = {}
+    for each in told.works:
+        seconds = [stamp.seconds for stamp in each.stamps][warm:]
+        stretches[each.workload] = [seconds[start : start + steps] for start in range(0, len(seconds), steps)]
+    clean = [stretch for name in names[:4] for stretch in stretches[name]]
+    chance, named, false = random.Random(9), dict[float, int](), dict[float, int]()
+    for share, slow in {0.0: clean, **{delays[name]: stretches[name] for name in delays}}.items():
+        named[share] = false[share] = 0
+        for _ in range(groups):
+            seconds = [chance.choice(slow), *chance.sample(clean, 3)]
+            found = speeds(dict(zip("0123", seconds, strict=True)), slow_ratio=verdict.SLOW_RATIO)
+            named[share] += share > 0 and found["0"].slow
+            false[share] += any(speed.slow for name, speed in found.items() if share == 0 or name != "0")
+    medians = [1e3 * statistics.median(stretch) for stretch in clean]
+    lines = [f"delay {share:.0%}: named in {named[share]}, another in {false[share]}" for share in named]
+    span = f"clean stretches {min(medians):.2f} to {max(medians):.2f} ms; of {groups} groups each:"
+    tell("delays", [span, *lines])
+    assert max(false.values()) <= groups // 100
+    assert named[0.1] == named[0.3] == groups

@@ -1,7 +1,8 @@
-"""AdamW on the fused kernel of torch: all state on the device, and a gate that lets a bad step change nothing."""
+"""AdamW, all state on the device, with a gate that lets a bad step change nothing."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import nn
 
 from lockstep.engine.moments import FIRST, SECOND
 from lockstep.engine.options import TrainingOptions
-from lockstep.runtime.parallel import is_sharded, local
+from lockstep.runtime.parallel import local
+
+Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # weights, gradient, moments
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class AdamW:
             for items, decay in ((decayed, options.weight_decay), (plain, 0.0))
             if items
         ]
-        self.sharded = any(is_sharded(parameter) for parameter in trained)
+        self.has_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self._shared: torch.Tensor | None = None  # numbers of a step, made for its first large tensor
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -67,39 +71,57 @@ class AdamW:
     @torch.no_grad()
     def step(self, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """Update with gradients / divisor; where skip is 1 nothing changes, neither weights nor moments nor counts."""
-        options = self.options
         self.applied += 1
+        self._shared = None  # a step's own
         for group in self.groups:
-            parameters: list[Any] = group.parameters
-            first, second = group.exp_avgs, group.exp_avg_sqs
-            gradients: list[Any] = [parameter.grad for parameter in parameters]
-            if any(gradient is None for gradient in gradients):
-                kept = [place for place, gradient in enumerate(gradients) if gradient is not None]
-                parameters, gradients, first, second = (
-                    [items[place] for place in kept] for items in (parameters, gradients, first, second)
-                )
-            if self.sharded:
-                parameters, gradients = [local(item) for item in parameters], [local(item) for item in gradients]
-            if divisor.dtype == torch.float64:  # the kernel reads a divisor of 32 bits
-                torch._foreach_div_(gradients, divisor)  # pyright: ignore[reportPrivateImportUsage]
-            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                parameters,
-                gradients,
-                first,
-                second,
-                [],
-                [self.applied] * len(parameters),
-                lr=self.lr,
-                beta1=options.adam_beta1,
-                beta2=options.adam_beta2,
-                weight_decay=group.weight_decay,
-                eps=options.adam_epsilon,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor if divisor.dtype == torch.float32 else None,
-                found_inf=skip,
-            )
+            rows = [
+                (local(parameter), local(parameter.grad), first, second)
+                for parameter, first, second in zip(group.parameters, group.exp_avgs, group.exp_avg_sqs, strict=True)
+                if parameter.grad is not None
+            ]
+            if self.has_kernel and (large := self._update_large(rows, group.weight_decay, divisor, skip)):
+                rows = [row for row in rows if id(row[0]) not in large]
+            if rows:
+                self._update_together(rows, group.weight_decay, divisor, skip)
         self.applied -= skip
+
+    def _update_large(self, rows: list[Row], decay: float, divisor: torch.Tensor, skip: torch.Tensor) -> set[int]:
+        """Those tensors that are worth a launch each, by a kernel of our own; the ids of their weights."""
+        from lockstep.kernels import adamw
+
+        options, done = self.options, set[int]()
+        betas = options.adam_beta1, options.adam_beta2
+        for row in rows:
+            if adamw.is_for(*row):
+                if self._shared is None:
+                    self._shared = adamw.numbers(self.lr, self.applied, divisor, skip, betas)
+                adamw.update(*row, self._shared, decay=decay, betas=betas, epsilon=options.adam_epsilon)
+                done.add(id(row[0]))
+        return done
+
+    def _update_together(self, rows: list[Row], decay: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+        """By torch's kernel, which takes many tensors in one launch."""
+        options = self.options
+        parameters, gradients, first, second = (list(column) for column in zip(*rows, strict=True))
+        if divisor.dtype == torch.float64:  # the kernel reads a divisor of 32 bits
+            torch._foreach_div_(gradients, divisor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+            parameters,
+            gradients,
+            first,
+            second,
+            [],
+            [self.applied] * len(parameters),
+            lr=self.lr,
+            beta1=options.adam_beta1,
+            beta2=options.adam_beta2,
+            weight_decay=decay,
+            eps=options.adam_epsilon,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor if divisor.dtype == torch.float32 else None,
+            found_inf=skip,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The layout of torch.optim.AdamW, which the documented .pt files hold."""

@@ -4,13 +4,14 @@ Shapes: N tokens, D width, V vocabulary, C tokens of one chunk.
 
 With a large vocabulary the logits are the largest tensor of the whole step (32k tokens x 128k words x 4 bytes =
 16 GB, and their gradient again). The chunked path takes C tokens at a time and computes their gradient at once, in
-the forward pass, so that only (C, V) numbers ever exist. It returns the SUM: a mean taken here would push
-fp16 gradients below their smallest number before the loss scaler could lift them. It writes no `.grad`, because under
-activation checkpointing a forward runs twice.
+the forward pass, so that only (C, V) numbers ever exist; on a GPU a kernel of our own makes it in the memory of the
+logits. It returns the SUM: a mean taken here would push fp16 gradients below their smallest number before the loss
+scaler could lift them. It writes no `.grad`, because under activation checkpointing a forward runs twice.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def linear_cross_entropy(
 
     A bias of -inf forbids a token; whatever needs no gradient (such a bias, a frozen head) has none computed.
     """
-    if x_ND.shape[0] <= chunk_tokens:
+    if x_ND.shape[0] <= chunk_tokens and not _has_kernel(x_ND):
         return _plain_sum(F.linear(x_ND, weight_VD, bias_V), targets_N, token_weights_N)
     rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
     learnt = (x_ND, weight_VD) if bias_V is None else (x_ND, weight_VD, bias_V)
@@ -96,8 +97,7 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
-            total, *gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, wanted=ctx.needs_input_grad[:3])
-        ctx.save_for_backward(*gradients)
+            total, *ctx.gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, wanted=ctx.needs_input_grad[:3])
         return total
 
     @staticmethod
@@ -105,9 +105,18 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
         ctx: Any, *grads: Any
     ) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        scaled = [None if saved is None else saved * grad for saved in ctx.saved_tensors]
-        return *scaled, None, None, None, None
+        """On a GPU scaled in place and let go: a gradient that nobody else holds becomes .grad without a copy."""
+        (grad,), gradients = grads, ctx.gradients
+        if grad.device.type != "cuda":
+            return *[None if each is None else each * grad for each in gradients], None, None, None, None
+        assert gradients is not None, "one backward pass for each forward pass"
+        ctx.gradients = None
+        return *[None if each is None else each.mul_(grad) for each in gradients], None, None, None, None
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether rows of logits have a kernel of their own here."""
+    return x.device.type == "cuda" and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
 
 def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come as a row
@@ -124,37 +133,75 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
     bias_low_V = None if bias_V is None else bias_V.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    ignored_N = targets_N == IGNORE
-    scale_N = (~ignored_N).to(wide)
+    scale_N = (targets_N != IGNORE).to(wide)
     if token_weights_N is not None:
         scale_N = scale_N * token_weights_N
-    peak = scale_N.abs().max().clamp_min(1)  # weights of 1/p reach 1000: divide them out so that fp16 cannot overflow
+    take_rows = _rows_on_gpu if _has_kernel(x_ND) else _rows
+    peak: Tensor | None = None
+    if take_rows is _rows or dtype == torch.float16:
+        peak = scale_N.abs().max().clamp_min(1)  # weights of 1/p reach 1000: divided out, fp16 cannot overflow
     total = torch.zeros((), device=x_ND.device, dtype=wide)
     grad_x_ND = torch.empty_like(x_ND) if wanted[0] else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
     grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
     for start in range(0, x_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        x_CD, scale_C, ignored_C = x_low_ND[rows], scale_N[rows], ignored_N[rows]
-        logits_CV = F.linear(x_CD, weight_low_VD, bias_low_V).to(wide)
-        target_C1 = targets_N[rows].masked_fill(ignored_C, 0)[:, None]
-        normaliser_C1 = logits_CV.logsumexp(-1, keepdim=True)
-        losses_C = (normaliser_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1)
-        total += (losses_C.masked_fill(ignored_C, 0) * scale_C).sum()  # token 0 may be the one that is forbidden
-        if not any(wanted):
+        x_CD, scale_C = x_low_ND[rows], scale_N[rows]
+        logits_CV = F.linear(x_CD, weight_low_VD, bias_low_V)
+        losses_C, delta_CV = take_rows(logits_CV, targets_N[rows], scale_C, peak, wants_gradient=any(wanted))
+        total += losses_C.sum()
+        if delta_CV is None:
             continue
-        delta_CV = logits_CV.sub_(normaliser_C1).exp_()  # softmax, in the logits' own memory
-        delta_CV.scatter_add_(-1, target_C1, torch.full_like(normaliser_C1, -1.0))
-        delta_CV = delta_CV.mul_((scale_C / peak)[:, None])
         if grad_bias_V is not None:
-            grad_bias_V += delta_CV.sum(0)
+            grad_bias_V += delta_CV.sum(0, dtype=wide)
         delta_CV = delta_CV.to(dtype)
         if grad_x_ND is not None:
-            grad_x_ND[rows] = (delta_CV @ weight_low_VD) * peak
+            grad_x_ND[rows] = delta_CV @ weight_low_VD if peak is None else (delta_CV @ weight_low_VD) * peak
         if grad_weight_VD is not None:
-            grad_weight_VD += delta_CV.T @ x_CD
+            _add_product(grad_weight_VD, delta_CV.T, x_CD)
     if grad_weight_VD is not None:
-        grad_weight_VD = grad_weight_VD.mul_(peak).to(weight_VD.dtype)
+        grad_weight_VD = _times(grad_weight_VD, peak).to(weight_VD.dtype)
     if grad_bias_V is not None and bias_V is not None:
-        grad_bias_V = grad_bias_V.mul_(peak).to(bias_V.dtype)
+        grad_bias_V = _times(grad_bias_V, peak).to(bias_V.dtype)
     return total, grad_x_ND, grad_weight_VD, grad_bias_V
+
+
+Taken = tuple[Tensor, Tensor | None]  # weighted losses of rows, and the gradient of their logits
+
+
+def _rows(logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, peak: Tensor | None, *, wants_gradient: bool) -> Taken:
+    """By plain operations; the gradient is divided by the peak."""
+    logits_CV = _widen(logits_CV)
+    ignored_C = targets_C == IGNORE
+    target_C1 = targets_C.masked_fill(ignored_C, 0)[:, None]
+    normaliser_C1 = logits_CV.logsumexp(-1, keepdim=True)
+    losses_C = (normaliser_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1)
+    losses_C = losses_C.masked_fill(ignored_C, 0) * scale_C  # token 0 may be the one that is forbidden
+    if not wants_gradient:
+        return losses_C, None
+    delta_CV = logits_CV.sub_(normaliser_C1).exp_()  # softmax, in the logits' own memory
+    delta_CV.scatter_add_(-1, target_C1, torch.full_like(normaliser_C1, -1.0))
+    return losses_C, delta_CV.mul_((scale_C if peak is None else scale_C / peak)[:, None])
+
+
+def _rows_on_gpu(
+    logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, peak: Tensor | None, *, wants_gradient: bool
+) -> Taken:
+    """By one kernel."""
+    from lockstep.kernels.cross_entropy_rows import take_rows
+
+    scales_C = scale_C if peak is None else scale_C / peak
+    losses_C = take_rows(logits_CV, targets_C, scales_C, ignored=IGNORE, wants_gradient=wants_gradient)
+    return losses_C if peak is None else losses_C * peak, logits_CV if wants_gradient else None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the precision of the total; a GPU multiplies halves and adds in fp32 by itself."""
+    if total.device.type == "cuda" and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _times(total: Tensor, peak: Tensor | None) -> Tensor:
+    return total if peak is None else total.mul_(peak)

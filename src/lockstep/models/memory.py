@@ -118,7 +118,7 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
 ) -> Memory:
     """Memory of training with AdamW: weights, gradients and moments, and what a micro-batch leaves behind."""
     tokens, item = batch_size * context_length, ITEM_BYTES[dtype_name]
-    layer, word = tokens * shape.layer_activation_bytes(item, compiled=compiled), max(4, item)
+    layer = tokens * shape.layer_activation_bytes(item, compiled=compiled)
     residual = tokens * shape.hidden_size * item
     kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
     head_tokens, chunk = shape.head_tokens(tokens), chunk_tokens(shape.vocab_size)
@@ -132,9 +132,16 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
         copies=_cast_bytes(shape, lora, item, checkpointing, compiled, 0 if sharing.standing_gradients else gradients)
         + _gathered_bytes(shape, lora, dtype_name, sharing),
         activations=kept + 3 * residual,
-        # Up to a chunk autograd keeps the logits in fp32, their softmax and its gradient; the chunked kernel fewer.
-        head=min(head_tokens, chunk) * shape.vocab_size * (3 * word if head_tokens <= chunk else 2 * word + item),
+        head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=head_tokens <= chunk),
     )
+
+
+def _logit_bytes(item: int, *, whole: bool) -> int:
+    """Of one logit. Halves are a GPU's, whose kernel needs no more memory than the logits themselves.
+
+    In plain operations autograd keeps the logits, their softmax and its gradient; those of a chunk less.
+    """
+    return item if item < 4 else 3 * item if whole else 2 * max(4, item) + item
 
 
 def _states(shape: Shape, lora: Lora, dtype_name: str, optimizer_states: str) -> tuple[int, int, int]:
@@ -182,5 +189,8 @@ def _gathered_bytes(shape: Shape, lora: Lora, dtype_name: str, sharing: Sharing)
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """How many tokens' logits exist at once: 2048 for large vocabularies, more for small ones."""
-    return max(2048, (1 << 25) // vocab_size)
+    """How many tokens' logits exist at once: 4096 for large vocabularies, more for small ones.
+
+    Each chunk reads and writes the gradient of the output matrix once: fewer would cost time, more cost memory.
+    """
+    return max(4096, (1 << 25) // vocab_size)

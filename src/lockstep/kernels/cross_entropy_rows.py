@@ -1,0 +1,71 @@
+"""Cross-entropy of rows of logits, and its gradient in the logits' own memory, in two passes. Triton.
+
+The plain reference is the loop in linear_cross_entropy. One program has one row: it is small enough to lie in the L2
+cache between the two passes, and the order of its sums does not depend on how many rows there are, so bits repeat.
+Import this only where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports] - comes with torch for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK, WARPS = 8192, 16  # columns at a time
+SHORT_BLOCK, SHORT_WARPS = 1024, 4  # for vocabularies that a large block would leave idle
+
+
+@triton.jit
+def _row(  # noqa: PLR0913 - Triton takes no structures
+    logits, targets, scales, losses, columns, stride, ignored: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr
+):  # Triton reads the body; types are the caller's
+    """One row's weighted loss and, where wanted, scale * (softmax - one-hot) in the place of its logits."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    scale = tl.load(scales + row)
+    known = (target >= 0) & (target < columns)
+    chosen = tl.load(logits + tl.where(known, target, 0)).to(tl.float32)
+    highest = -1.0e30  # not -inf: a forbidden token is one, and the difference of two is no number
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + index, mask=index < columns, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, axis=0))
+        sums = sums * tl.exp(highest - higher) + tl.exp(x - higher)
+        highest = higher
+    normaliser = highest + tl.log(tl.sum(sums, axis=0))
+    loss = tl.where(known, (normaliser - chosen) * scale, float("nan"))  # an id of no row is no loss: let it be seen
+    tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
+    if WANTED:
+        for first in range(0, columns, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            inside = index < columns
+            x = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
+            share = tl.exp(x - normaliser)
+            delta = tl.where(index == target, share - 1.0, share) * scale
+            tl.store(logits + index, delta.to(logits.dtype.element_ty), mask=inside)
+
+
+def take_rows(logits_CV: Tensor, targets_C: Tensor, scales_C: Tensor, *, ignored: int, wants_gradient: bool) -> Tensor:
+    """scale * cross-entropy of each row in fp32, 0 where the target is `ignored`.
+
+    Where gradients are wanted the logits are gone afterwards: their memory holds scale * (softmax - one-hot).
+    """
+    assert logits_CV.stride(1) == 1
+    rows, columns = logits_CV.shape
+    losses_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
+    if not rows:
+        return losses_C
+    block, warps = (BLOCK, WARPS) if columns >= BLOCK else (SHORT_BLOCK, SHORT_WARPS)
+    kernel: Any = _row
+    with torch.cuda.device(logits_CV.device):
+        kernel[(rows,)](
+            logits_CV, targets_C, scales_C, losses_C, columns, logits_CV.stride(0),
+            ignored=ignored, WANTED=wants_gradient, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return losses_C

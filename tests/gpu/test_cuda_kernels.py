@@ -1,0 +1,165 @@
+"""Kernels of our own on a real GPU beside their plain references: cross-entropy of rows, AdamW of large tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine.optimizer import AdamW
+from lockstep.engine.options import TrainingOptions
+from lockstep.kernels import linear_cross_entropy as head
+from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ACCURACY = {"fp32": 1e-5, "bf16": 8e-3, "fp16": 1e-3}
+CHUNK = 512
+Case = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def case(rows: int, vocabulary: int, *, weighted: bool, biased: bool, seed: int = 0) -> Case:
+    torch.manual_seed(seed)
+    x = torch.randn(rows, 256, device=CUDA).requires_grad_()
+    weight = (torch.randn(vocabulary, 256, device=CUDA) * 0.1).requires_grad_()
+    targets = torch.randint(0, vocabulary, (rows,), device=CUDA)
+    targets[::5] = IGNORE
+    bias = torch.randn(vocabulary, device=CUDA).requires_grad_() if biased else None
+    return x, weight, targets, torch.rand(rows, device=CUDA) * 100 if weighted else None, bias
+
+
+def computed(given: Case, precision: str) -> list[Tensor]:
+    """The sum and its gradients, scaled as a step scales them."""
+    x, weight, targets, weights, bias = given
+    learnt = [x, weight] if bias is None else [x, weight, bias]
+    with torch.autocast("cuda", dtype=DTYPES[precision], enabled=precision != "fp32"):
+        total = linear_cross_entropy(x, weight, targets, weights, chunk_tokens=CHUNK, bias_V=bias)
+    return [total.detach(), *torch.autograd.grad(total * 0.125, learnt)]
+
+
+def expected(given: Case) -> list[Tensor]:
+    x, weight, targets, weights, bias = given
+    learnt = [x, weight] if bias is None else [x, weight, bias]
+    wide = [each.detach().double().requires_grad_() for each in learnt]
+    logits = nn.functional.linear(*wide)
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)
+    total = (losses if weights is None else losses * weights).sum()
+    return [total.detach(), *torch.autograd.grad(total * 0.125, wide)]
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("precision", list(DTYPES))
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(100, 37), (CHUNK + 3, 1000), (2 * CHUNK + 77, 20_011)])
+def test_rows_of_logits(precision: str, weighted: bool, biased: bool, rows: int, vocabulary: int) -> None:
+    given = case(rows, vocabulary, weighted=weighted, biased=biased)
+    for got, wanted in zip(computed(given, precision), expected(given), strict=True):
+        assert got.dtype == torch.float32
+        assert distance(got, wanted) < ACCURACY[precision]
+
+
+@pytest.mark.parametrize("precision", list(DTYPES))
+def test_bits_repeat_and_the_plain_operations_agree(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case(700, 5003, weighted=True, biased=False)
+    first, second = computed(given, precision), computed(given, precision)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    monkeypatch.setattr(head, "_has_kernel", lambda _x: False)
+    for got, wanted in zip(first, computed(given, precision), strict=True):
+        assert distance(got, wanted.double()) < ACCURACY[precision]
+
+
+def test_a_wrong_row_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: one weight in a thousand off by a tenth is beyond the tolerance of fp32."""
+    given = case(1000, 1000, weighted=True, biased=False)
+    wanted = expected(given)
+    weights = given[3]
+    assert weights is not None
+    weights[501] *= 1.1
+    assert any(
+        distance(got, right) > ACCURACY["fp32"] for got, right in zip(computed(given, "fp32"), wanted, strict=True)
+    )
+
+
+def test_a_forbidden_token_has_no_share_and_a_target_outside_is_no_number() -> None:
+    x, weight, targets, _, _ = case(64, 300, weighted=False, biased=False)
+    forbidden = torch.zeros(300, device=CUDA)
+    forbidden[0] = -math.inf
+    targets[targets == 0] = 1
+    _, gradient = torch.autograd.grad(
+        linear_cross_entropy(x, weight, targets, chunk_tokens=CHUNK, bias_V=forbidden), (x, weight)
+    )
+    assert not gradient[0].any()
+    assert gradient[1:].isfinite().all()
+    targets[3] = 300
+    assert linear_cross_entropy(x, weight, targets, chunk_tokens=CHUNK).isnan()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    x, weight, targets, _, _ = case(64, 9000, weighted=False, biased=False)
+    with torch.no_grad():
+        x[1, 7] = bad
+    total = linear_cross_entropy(x, weight, targets, chunk_tokens=CHUNK)
+    (gradient,) = torch.autograd.grad(total, weight)
+    assert not total.isfinite()
+    assert not gradient.isfinite().all()
+
+
+def test_without_gradients_the_sum_is_the_same() -> None:
+    given = case(900, 2000, weighted=True, biased=True)
+    with torch.no_grad():
+        x, weight, targets, weights, bias = given
+        total = linear_cross_entropy(x, weight, targets, weights, chunk_tokens=CHUNK, bias_V=bias)
+    assert torch.equal(total, computed(given, "fp32")[0])
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.large = nn.Parameter(torch.randn(1100, 1000, device=CUDA))  # by our kernel, the other by torch's
+        self.small = nn.Parameter(torch.randn(30, 1000, device=CUDA))
+
+
+def trained(steps: int, *, kernel: bool, skipped: int = -1) -> tuple[Two, AdamW]:
+    model = Two()
+    options = TrainingOptions(weight_decay=0.1, adam_beta2=0.95)
+    optimizer = AdamW(model, options, CUDA)
+    optimizer.has_kernel = kernel
+    optimizer.lr.fill_(1e-2)
+    divisor = torch.tensor(3.0, device=CUDA)
+    for step in range(steps):
+        generator = torch.Generator(CUDA).manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, device=CUDA, generator=generator)
+            if step == skipped:
+                parameter.grad[0, 0] = math.nan
+        optimizer.step(divisor, torch.tensor(float(step == skipped), device=CUDA))
+    return model, optimizer
+
+
+def test_adamw_is_the_fused_one() -> None:
+    (model, ours), (reference, theirs) = trained(20, kernel=True), trained(20, kernel=False)
+    begun = Two()
+    for own, other, first in zip(model.parameters(), reference.parameters(), begun.parameters(), strict=True):
+        with torch.no_grad():
+            assert (own - other).norm() < 1e-6 * (other - first).norm()
+        for kind, held in ours.moments()[id(own)].items():
+            assert torch.allclose(held, theirs.moments()[id(other)][kind], rtol=1e-5, atol=1e-7)
+    again, _ = trained(20, kernel=True)
+    assert torch.equal(model.large, again.large)
+
+
+def test_a_skipped_step_of_adamw_changes_nothing() -> None:
+    model, optimizer = trained(6, kernel=True, skipped=5)
+    before, kept = trained(5, kernel=True)
+    assert torch.equal(model.large, before.large)
+    assert torch.equal(optimizer.moments()[id(model.large)]["exp_avg"], kept.moments()[id(before.large)]["exp_avg"])
+    assert float(optimizer.applied) == 5
