@@ -142,7 +142,7 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
         peak = scale_N.abs().max().clamp_min(1)  # weights of 1/p reach 1000: divided out, fp16 cannot overflow
     total = torch.zeros((), device=x_ND.device, dtype=wide)
     grad_x_ND = torch.empty_like(x_ND) if wanted[0] else None
-    grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
+    grad_weight_VD: Tensor | None = None
     grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
     for start in range(0, x_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
@@ -157,8 +157,8 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
         delta_CV = delta_CV.to(dtype)
         if grad_x_ND is not None:
             grad_x_ND[rows] = delta_CV @ weight_low_VD if peak is None else (delta_CV @ weight_low_VD) * peak
-        if grad_weight_VD is not None:
-            _add_product(grad_weight_VD, delta_CV.T, x_CD)
+        if wanted[1]:
+            grad_weight_VD = _with_product(grad_weight_VD, delta_CV.T, x_CD, wide)
     if grad_weight_VD is not None:
         grad_weight_VD = _times(grad_weight_VD, peak).to(weight_VD.dtype)
     if grad_bias_V is not None and bias_V is not None:
@@ -195,12 +195,14 @@ def _rows_on_gpu(
     return losses_C if peak is None else losses_C * peak, logits_CV if wants_gradient else None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in the precision of the total; a GPU multiplies halves and adds in fp32 by itself."""
-    if total.device.type == "cuda" and left.dtype != total.dtype:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
+def _with_product(total: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    """total + left @ right, in the total's memory; a GPU multiplies halves and adds in fp32 by itself."""
+    if left.device.type != "cuda" or left.dtype == wide:
+        product = (left @ right).to(wide)
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(left, right, out_dtype=wide)
+    return torch.addmm(total, left, right, out_dtype=wide, out=total)
 
 
 def _times(total: Tensor, peak: Tensor | None) -> Tensor:
