@@ -32,12 +32,11 @@ Write = Callable[[State, Marks], None]
 class Pulse:
     """Signs of life of the thread that writes. Whoever waits for it passes them on; else nobody needs them."""
 
-    section = "save"
-
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.section = 0, "save"
 
-    def enter(self, section: str, step: int = -1) -> None:  # noqa: ARG002 - a sign is a sign
+    def enter(self, section: str, step: int = -1) -> None:  # noqa: ARG002 - the step is the main thread's
+        self.section = section  # whether it writes, or waits for another rank
         self.count += 1
 
     def busy(self, step: int, seconds: float) -> None: ...
@@ -157,7 +156,7 @@ class Saver:
         while self._thread.is_alive():
             if self.pulse.count != seen:
                 seen, since = self.pulse.count, time.monotonic()
-                link.enter("save")
+                link.enter(self.pulse.section)
             elif time.monotonic() - since > patience_seconds:
                 return False
             self._thread.join(NAP_SECONDS)
