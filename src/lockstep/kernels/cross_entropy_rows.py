@@ -15,7 +15,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK, WARPS = 8192, 16  # columns at a time
+BLOCK, WARPS = 4096, 16  # columns at a time
 SHORT_BLOCK, SHORT_WARPS = 1024, 4  # for vocabularies that a large block would leave idle
 
 
@@ -30,15 +30,16 @@ def _row(  # noqa: PLR0913 - Triton takes no structures
     scale = tl.load(scales + row)
     known = (target >= 0) & (target < columns)
     chosen = tl.load(logits + tl.where(known, target, 0)).to(tl.float32)
-    highest = -1.0e30  # not -inf: a forbidden token is one, and the difference of two is no number
+    highs = tl.full((BLOCK,), -1.0e30, dtype=tl.float32)  # not -inf: a forbidden token is one, and inf - inf is nan
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, columns, BLOCK):
+    for first in range(0, columns, BLOCK):  # each lane keeps its own maximum: no lane waits for another
         index = first + tl.arange(0, BLOCK)
         x = tl.load(logits + index, mask=index < columns, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(highest, tl.max(x, axis=0))
-        sums = sums * tl.exp(highest - higher) + tl.exp(x - higher)
-        highest = higher
-    normaliser = highest + tl.log(tl.sum(sums, axis=0))
+        higher = tl.maximum(highs, x)
+        sums = sums * tl.exp(highs - higher) + tl.exp(x - higher)
+        highs = higher
+    highest = tl.max(highs, axis=0)
+    normaliser = highest + tl.log(tl.sum(sums * tl.exp(highs - highest), axis=0))
     loss = tl.where(known, (normaliser - chosen) * scale, float("nan"))  # an id of no row is no loss: let it be seen
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
     if WANTED:

@@ -35,7 +35,7 @@ def linear_cross_entropy(
 
     A bias of -inf forbids a token; whatever needs no gradient (such a bias, a frozen head) has none computed.
     """
-    if x_ND.shape[0] <= chunk_tokens and not _has_kernel(x_ND):
+    if x_ND.shape[0] <= chunk_tokens and not has_kernel(x_ND):
         return _plain_sum(F.linear(x_ND, weight_VD, bias_V), targets_N, token_weights_N)
     rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
     learnt = (x_ND, weight_VD) if bias_V is None else (x_ND, weight_VD, bias_V)
@@ -114,7 +114,7 @@ class _ChunkedSum(torch.autograd.Function):
         return *[None if each is None else each.mul_(grad) for each in gradients], None, None, None, None
 
 
-def _has_kernel(x: Tensor) -> bool:
+def has_kernel(x: Tensor) -> bool:
     """Whether rows of logits have a kernel of their own here."""
     return x.device.type == "cuda" and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
@@ -136,7 +136,7 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     scale_N = (targets_N != IGNORE).to(wide)
     if token_weights_N is not None:
         scale_N = scale_N * token_weights_N
-    take_rows = _rows_on_gpu if _has_kernel(x_ND) else _rows
+    take_rows = _rows_on_gpu if has_kernel(x_ND) else _rows
     peak: Tensor | None = None
     if take_rows is _rows or dtype == torch.float16:
         peak = scale_N.abs().max().clamp_min(1)  # weights of 1/p reach 1000: divided out, fp16 cannot overflow

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.kernels.linear_cross_entropy import linear_cross_entropy, score_targets
+from lockstep.kernels.linear_cross_entropy import has_kernel, linear_cross_entropy, score_targets
 from lockstep.models.attention import attend, document_mask, window_mask
 from lockstep.models.embedding import as_residual, check_ids, table
 from lockstep.models.encoder_shapes import EncoderShape
@@ -175,7 +175,8 @@ class Encoder(nn.Module):
             if targets_M is None:
                 return F.linear(self.head(x_BLD), self.tok_embed.weight, self.head.bias)
             assert places_M is not None, "targets have places"
-            x_MD, chunk = self.head(x_BLD.flatten(0, 1)[places_M]), chunk_tokens(self.shape.vocab_size)
+            x_MD = self.head(x_BLD.flatten(0, 1)[places_M])
+            chunk = chunk_tokens(self.shape.vocab_size, in_place=has_kernel(x_MD))
             score = score_targets if per_target else linear_cross_entropy
             return score(x_MD, self.tok_embed.weight, targets_M, chunk_tokens=chunk, bias_V=self.head.bias)
         except (IndexError, RuntimeError) as error:

@@ -1,6 +1,7 @@
 """The pieces of a LLaMA: RMSNorm, rotary positions, grouped-query attention, SwiGLU, and the block made of them.
 
-Shapes: B rows, L tokens, D width, H query heads, K key/value heads, E head width, R = E / 2 rotated pairs.
+Shapes: B rows, L tokens, D width, F inner width, H query heads, K key/value heads, E head width, R = E / 2 rotated
+pairs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.models.attention import attend
 from lockstep.models.shapes import LlamaShape
@@ -97,7 +99,14 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+        gate_BLF, up_BLF = self.w1(x_BLD), self.w3(x_BLD)
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():  # the backward pass makes it again on its way
+            return self.w2(checkpoint(_gated, gate_BLF, up_BLF, use_reentrant=False, preserve_rng_state=False))
+        return self.w2(_gated(gate_BLF, up_BLF))
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy, score_next_tokens, score_targets
+from lockstep.kernels.linear_cross_entropy import (
+    IGNORE,
+    has_kernel,
+    linear_cross_entropy,
+    score_next_tokens,
+    score_targets,
+)
 from lockstep.models.attention import causal_block_mask, document_mask, window_mask
 from lockstep.models.embedding import as_residual, check_ids, table
 from lockstep.models.layers import Block, RMSNorm, rope_frequencies, rope_tables
@@ -66,7 +72,7 @@ class Llama(nn.Module):
         """
         try:
             x_BLD = self._hidden(inputs_BL, documents_BL)
-            chunk, head_VD = chunk_tokens(self.shape.vocab_size), self._head()
+            chunk, head_VD = chunk_tokens(self.shape.vocab_size, in_place=has_kernel(x_BLD)), self._head()
             bias_V = None if logit_bias_V is None else logit_bias_V.to(x_BLD.dtype)
             if places_M is None and targets is None:
                 return F.linear(x_BLD, head_VD, bias_V)

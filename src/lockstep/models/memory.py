@@ -121,7 +121,7 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
     layer = tokens * shape.layer_activation_bytes(item, compiled=compiled)
     residual = tokens * shape.hidden_size * item
     kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
-    head_tokens, chunk = shape.head_tokens(tokens), chunk_tokens(shape.vocab_size)
+    head_tokens, chunk = shape.head_tokens(tokens), chunk_tokens(shape.vocab_size, in_place=item < 4)
     weights, gradients, moments = (
         part // sharing.shards for part in _states(shape, lora, dtype_name, optimizer_states)
     )
@@ -188,9 +188,10 @@ def _gathered_bytes(shape: Shape, lora: Lora, dtype_name: str, sharing: Sharing)
     return each * (root + 2 * layers // shape.num_layers) * (sharing.shards - 1) // sharing.shards
 
 
-def chunk_tokens(vocab_size: int) -> int:
-    """How many tokens' logits exist at once: 4096 for large vocabularies, more for small ones.
+def chunk_tokens(vocab_size: int, *, in_place: bool) -> int:
+    """How many tokens' logits exist at once: few for large vocabularies, more for small ones.
 
-    Each chunk reads and writes the gradient of the output matrix once: fewer would cost time, more cost memory.
+    Each chunk reads and writes the gradient of the output matrix once, so larger ones are faster; `in_place`: where a
+    kernel makes the gradient in the memory of the logits, they may be.
     """
-    return max(4096, (1 << 25) // vocab_size)
+    return max(8192 if in_place else 2048, (1 << 25) // vocab_size)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
@@ -179,7 +180,7 @@ class Plan:
             if fault.kind == "slow":
                 work_seconds = max(0.0, self._step_seconds - self._slept_seconds)
                 self._slept_seconds = (fault.factor - 1) * work_seconds
-                time.sleep(self._slept_seconds)
+                _delay(self._slept_seconds)
             elif fault.kind in STRIKES:
                 STRIKES[fault.kind](fault)
 
@@ -261,6 +262,29 @@ def _segv(_fault: Fault) -> None:
 
 def _abort(_fault: Fault) -> None:
     os.abort()
+
+
+def _delay(seconds: float) -> None:
+    """Be slow. A GPU works off a queue that the host fills ahead of it: there only the GPU's own time counts."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        time.sleep(seconds)
+    else:
+        torch.cuda._sleep(int(seconds * _cycles_per_second()))
+
+
+@cache
+def _cycles_per_second() -> float:
+    import torch
+
+    spin: Any = getattr(torch.cuda, "_sleep")  # noqa: B009 - a private name, for want of another
+    marks, cycles = [torch.cuda.Event(enable_timing=True) for _ in range(2)], 50_000_000
+    spin(cycles)  # wakes the clocks
+    marks[0].record()
+    spin(cycles)
+    marks[1].record()
+    marks[1].synchronize()
+    return cycles / marks[0].elapsed_time(marks[1]) * 1e3
 
 
 def _hang(fault: Fault) -> None:
