@@ -128,7 +128,7 @@ def test_the_head_acts_at_the_chosen_places(architecture: str, monkeypatch: pyte
     model.head.register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
     wanted = gradients(model, expected)
     for chunk in (4, 1000):
-        monkeypatch.setattr(encoder, "chunk_tokens", lambda _, in_place, chunk=chunk: chunk)
+        monkeypatch.setattr(encoder, "chunk_tokens", lambda _, chunk=chunk, **_how: chunk)
         total = model(inputs, targets, places_M=places, documents_BL=documents)
         assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
         assert distance(gradients(model, total), wanted) < 1e-4

@@ -166,7 +166,7 @@ def test_ids_outside_the_vocabulary_raise_and_are_named(where: str, bad: int) ->
 
 def test_ids_are_named_also_by_the_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its index error is a plain RuntimeError."""
-    monkeypatch.setattr(llama, "chunk_tokens", lambda _, in_place: 4)
+    monkeypatch.setattr(llama, "chunk_tokens", lambda _, **_how: 4)
     batch = ids(2, 8)
     batch[1, 2] = 512
     with pytest.raises(DataError, match="token id 512"):
