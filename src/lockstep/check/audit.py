@@ -25,7 +25,7 @@ from lockstep.check.errand import Errand
 from lockstep.check.records import Workload
 from lockstep.check.training import Ready, forget_compiled, make_ready, plan_faults
 from lockstep.errors import ExitCode, LockstepError
-from lockstep.health.locate import called_by, eagerly, own_call, sequence_number, without_anomaly_warning
+from lockstep.health.locate import blocks_of, called_by, eagerly, own_call, sequence_number, without_anomaly_warning
 from lockstep.health.prints import digests
 from lockstep.health.watch import (
     FRESH,
@@ -151,7 +151,7 @@ def _blocks(ready: Ready) -> list[Computed]:
     """What goes into each block and comes out of it, in both directions, and at last all gradients."""
     model, seen = ready.stepper.model, list[Computed]()
     with contextlib.ExitStack() as closing:
-        for name, block in _named_blocks(model).items():
+        for name, block in blocks_of(model).items():
             closing.enter_context(called_by(block, _observer(name, own_call(block), seen)))
         _again(ready)
     for name, parameter in model.named_parameters():
@@ -161,11 +161,6 @@ def _blocks(ready: Ready) -> list[Computed]:
             place = Place("backward", name, "gradient of the weights")
             seen.append(Computed(place, given, _digests([parameter.grad], parameter.device)))
     return seen
-
-
-def _named_blocks(model: nn.Module) -> Mapping[str, nn.Module]:
-    layers: Any = getattr(model, "layers", None)
-    return {f"layers.{name}": block for name, block in layers.named_children()} if layers is not None else {}
 
 
 def _is_in(parameter: str, place: Place) -> bool:
@@ -238,7 +233,7 @@ def _operations(ready: Ready) -> list[Computed]:
     around = Surroundings(ready.stepper.model)
     watch = Watch(around)
     with contextlib.ExitStack() as closing:
-        for block in _named_blocks(ready.stepper.model).values():
+        for block in blocks_of(ready.stepper.model).values():
             closing.enter_context(called_by(block, eagerly(block)))
         for name, module in ready.stepper.model.named_modules():
             closing.enter_context(_entered(name or "model", module, around))

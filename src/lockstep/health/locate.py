@@ -55,8 +55,7 @@ class Subject:
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
-        layers = getattr(self.model, "layers", None)
-        return {f"layers.{name}": block for name, block in layers.named_children()} if layers is not None else {}
+        return blocks_of(self.model)
 
 
 def locate(subject: Subject) -> Place | None:
@@ -292,6 +291,14 @@ class _ModuleWatch:
 
 
 # ---------------------------------------------------------------------------------------------------------- tools
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers, in order, and what else is compiled by itself: the last norm."""
+    layers: Any = getattr(model, "layers", None)
+    found = {f"layers.{name}": block for name, block in layers.named_children()} if layers is not None else {}
+    compiled = {name: each for name, each in model.named_children() if each._compiled_call_impl is not None}
+    return {**found, **compiled}
 
 
 def _is_bad(tensor: torch.Tensor) -> bool:
