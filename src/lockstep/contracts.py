@@ -83,7 +83,7 @@ class Objective(Protocol):
     terms: Mapping[str, float]  # loss term -> coefficient
 
     # It may have `with_vocabulary(vocabulary) -> Objective`, called before any other method; `whole_columns`, found of
-    # all rows of the global batch in `draw.whole`; `watched`, told of each step: measure -> the term it is a mean over.
+    # all rows in `draw.whole`; `watched`, told of each step: measure -> its term; `steady`: all batches look alike.
 
     def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[Mapping[str, Array]]:
         """Token ids of documents to blocks of finished rows: column -> (n, width)."""

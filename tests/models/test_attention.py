@@ -88,6 +88,23 @@ def test_on_a_gpu(gpu: dict[str, object], backend: str, dtype: str, same_bits: b
         assert "not installed" in notice
 
 
+@pytest.mark.parametrize(
+    ("dtype", "same_bits", "expected"),
+    [("bf16", True, "native_flash"), ("bf16", False, "cudnn"), ("fp32", True, "flex"), ("fp32", False, "flex")],
+)
+def test_who_drops_probabilities_gets_a_kernel_that_can(
+    gpu: dict[str, object], dtype: str, same_bits: bool, expected: str
+) -> None:
+    common: Any = {
+        "use_flash": True, "device_type": "cuda", "dtype_name": dtype, "deterministic": same_bits, "head_dim": 16
+    }  # fmt: skip
+    assert attention.resolve("auto", **common, drops=True)[0] == expected
+    assert attention.resolve("flex", **common, drops=True)[0] == "flex", "as asked; the plain maths steps in"
+    assert attention.resolve("auto", **common)[0] == ("cudnn" if expected == "cudnn" else "flex")
+    gpu["broken"] = {"native_flash": "no such kernel", "cudnn": "nor this"}
+    assert attention.resolve("auto", **common, drops=True)[0] == "flex"
+
+
 def test_the_flash_attn_package_is_used_where_it_is(gpu: dict[str, object]) -> None:
     gpu["packages"] = {"flash_attn"}
     assert ask("flash_attn", "cuda", "bf16")[0] == "flash_attn"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,9 +25,13 @@ from lockstep.runtime.parallel import local
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.reduce import Alone, Apart, Exchange, Reducer
 
+if TYPE_CHECKING:
+    from lockstep.engine.graphs import StepGraph
+
 logger = logging.getLogger(__name__)
 
 NORM_EPSILON = 1e-6
+RECORDED = -2  # no step: a graph is recorded, and whoever replays it keys the noise and waits before any change
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class Stepper:
         self.weights = self.zero  # not finite: a weight is not, on some rank
         self.watched: Mapping[str, str] = getattr(objective, "watched", {})  # measure -> the term it is a mean over
         self.measures = self.zero  # of the last step, in that order
+        self.graph: StepGraph | None = None  # the whole step, recorded: see graphs.py
+        self.rehearsed = (0.0, 0.0)  # seconds until the last rehearsal was launched, and until it was done
 
     def connect(self, exchange: Exchange, council: Council, link: Marks) -> None:
         """Work with other ranks from now on, and under somebody's eye."""
@@ -139,6 +146,10 @@ class Stepper:
         weights = self.agree(batches)
         began = mark(self.device)
         self.link.enter("forward", step)
+        if self.graph and self.graph.takes(batches):
+            pending = Pending(self.graph.replay(step, batches[0]), began, mark(self.device), watched=self.watched)
+            self.updating = False
+            return pending
         if self.faults.armed:
             self.faults.at("forward", step)
         loss = self.accumulate(step, batches, weights)
@@ -202,7 +213,8 @@ class Stepper:
         losses, measures = list[torch.Tensor](), list[torch.Tensor]()
         for index, batch in enumerate(batches):
             self.link.enter("forward")
-            reseed(self.device, self.seed, step, first_place + index)
+            if step != RECORDED:
+                reseed(self.device, self.seed, step, first_place + index)
             with self.precision.context():
                 sums = self.objective.loss(self.model, batch.to(self.device))
             first, *others = (self.precision.widen(sums[term]) * share for term, share in shares.items())
@@ -257,7 +269,7 @@ class Stepper:
         bad = torch.nan_to_num(looked_at - looked_at, nan=1.0).float()  # 0 if finite, else 1: two small operations
         overflow = bad * torch.isfinite(loss + self.weights) if scaler else self.zero
         fatal = bad - overflow if scaler else bad
-        self.halted = torch.maximum(self.halted, fatal)
+        torch.maximum(self.halted, fatal, out=self.halted)  # in place: a graph looks for it where it was
         skip = torch.maximum(self.halted, overflow) if scaler else self.halted
         self.optimizer.lr.copy_(self.rates.take(torch.minimum(self.optimizer.applied, self.last_rate).long()))
         divisor = scale
@@ -268,7 +280,8 @@ class Stepper:
         if self.prints:
             self.prints.of_gradients(step)
         self.updating = True
-        self.before_change()
+        if step != RECORDED:
+            self.before_change()
         self.optimizer.step(divisor, skip)
         values = torch.stack(
             [loss, self.own_loss, own_gradient, norm, self.optimizer.lr, fatal, overflow, scale, self.weights]
@@ -285,12 +298,19 @@ class Stepper:
 
     def rehearse(self, batches: Sequence[Batch]) -> Reading:
         """A whole step that changes nothing: meets out-of-memory at once, compiles, and shows the first loss."""
+        began = time.perf_counter()
         scale = self.precision.scaler.state_dict() if self.precision.scaler else None
         self.halted.fill_(1.0)
-        loss = self.sum_up(self.accumulate(-1, batches, self.agree(batches)))
-        reading = Pending(self.update(-1, loss), watched=self.watched).read()
+        weights = self.agree(batches)
+        if self.graph and self.graph.takes(batches):
+            values = self.graph.replay(-1, batches[0])
+        else:
+            values = self.update(-1, self.sum_up(self.accumulate(-1, batches, weights)))
+        pending = Pending(values, watched=self.watched)
+        reading = pending.read()
+        self.rehearsed = (pending.made - began, time.perf_counter() - began)
         self.updating = False
-        self.halted = torch.zeros_like(self.halted)
+        self.halted.zero_()
         self.exchange.zero()
         if self.precision.scaler and scale:
             self.precision.scaler.load_state_dict(scale)

@@ -23,6 +23,7 @@ from lockstep.engine import (
     first_loss,
     fitting,
     folder,
+    graphs,
     handover,
     loop,
     present,
@@ -293,6 +294,7 @@ def rehearse(parts: Parts, planned: Plan) -> None:
     first = parts.council.fetch(parts.batches, parts.stop)
     parts.batches = itertools.chain([first], parts.batches)
     reading = parts.stepper.rehearse(first)
+    graphs.choose(parts.stepper, first, compiles=parts.config.model.compile != "off")
     if parts.progress.step > 0 or parts.config.model.init != "random" or not any(parts.council.agreed.weights.values()):
         return
     expected, allowed, formula = first_loss.foreseen(

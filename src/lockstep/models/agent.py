@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.models.agent_shapes import FIRST, REWARDS, SIDE, AgentShape
 from lockstep.models.attention import attend, causal_block_mask
-from lockstep.models.embedding import as_residual, table
+from lockstep.models.embedding import as_residual, sum_table, table
 from lockstep.models.layers import RMSNorm, plain_frequencies, rope_tables, rotate
 
 Rope = tuple[Tensor, Tensor]
@@ -109,7 +109,7 @@ class Agent(nn.Module):
         super().__init__()
         self.shape, self.attention, self.dropout, self.checkpointing = shape, attention, dropout, checkpointing
         width = shape.hidden_size
-        self.tok_embed = table(shape.input_rows, width)
+        self.tok_embed = sum_table(shape.input_rows, width)
         if shape.compressed and shape.summary_tokens:
             self.summaries = table(shape.summary_tokens, width)  # before the first region
             self.askers = table(shape.summary_tokens, width)  # at the end of each
@@ -119,7 +119,7 @@ class Agent(nn.Module):
         self._outcome = {name: count for name, count in shape.said.items() if name not in OWN}
         self.output = nn.Linear(width, sum(self._own.values()), bias=False)
         if shape.dynamics:
-            self.taken_embed = table(shape.vocab_size, width)
+            self.taken_embed = sum_table(shape.vocab_size, width)
             self.outcome = nn.Linear(width, sum(self._outcome.values()), bias=False)
         self.register_buffer("rope_frequency", plain_frequencies(shape.head_dim, shape.rope_theta), persistent=False)
         self.register_buffer("first_rows_F", _first_rows(shape), persistent=False)
@@ -140,7 +140,7 @@ class Agent(nn.Module):
         hidden_BLD = self._hidden(seen_BLF) if reader is None else reader.hidden(seen_BLF)
         found = _answers(self._own, self.output(hidden_BLD))
         if self.shape.dynamics and taken_BL is not None:
-            outcome = self.outcome(hidden_BLD + self.taken_embed(taken_BL).to(hidden_BLD.dtype))
+            outcome = self.outcome(hidden_BLD + self.taken_embed(taken_BL[..., None]).to(hidden_BLD.dtype))
             found |= _answers(self._outcome, outcome)
         return found
 
@@ -164,7 +164,7 @@ class Agent(nn.Module):
 
     def embedded(self, seen_BLF: Tensor) -> Tensor:
         """Each feature has its own rows of the table."""
-        x_BLD = as_residual(self.tok_embed(seen_BLF + self.first_rows_F).sum(-2))
+        x_BLD = as_residual(self.tok_embed(seen_BLF + self.first_rows_F))
         return F.dropout(x_BLD, self.dropout, self.training) if self.dropout else x_BLD
 
     def as_first(self, seen_BLF: Tensor) -> Tensor:

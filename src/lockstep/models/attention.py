@@ -43,16 +43,18 @@ def resolve(  # noqa: PLR0913 - all that decides which kernels can run, by name
     head_dim: int = 64,
     documents_apart: bool = False,
     windowed: bool = False,
+    drops: bool = False,
 ) -> tuple[str, str]:
     """(kernel that runs, one line that says so). A kernel named by the user runs or is refused.
 
-    `windowed`: some layers see only their neighbourhood, which is a mask like that of documents kept apart.
+    `windowed`: some layers see only their neighbourhood, which is a mask like that of documents kept apart. `drops`:
+    training drops probabilities; kernels that cannot are the last that auto tries.
     """
     masked = "documents are masked" if documents_apart else "layers see a window" if windowed else ""
     if backend == "auto" and masked and device_type == "cuda":
         return _choose_masking(use_flash, dtype_name, head_dim, masked)
     if backend == "auto":
-        return _choose(use_flash, device_type, dtype_name, deterministic, head_dim)
+        return _choose(use_flash, device_type, dtype_name, deterministic, head_dim, drops)
     if not use_flash and backend != "native_math":
         raise _refusal(backend, "model.use_flash_attention is false and this is a flash kernel")
     if masked and device_type == "cuda" and backend not in MASKING:
@@ -67,12 +69,16 @@ def resolve(  # noqa: PLR0913 - all that decides which kernels can run, by name
     return backend, f"attention: {backend}, as asked"
 
 
-def _choose(use_flash: bool, device_type: str, dtype_name: str, deterministic: bool, head_dim: int) -> tuple[str, str]:
+def _choose(
+    use_flash: bool, device_type: str, dtype_name: str, deterministic: bool, head_dim: int, drops: bool
+) -> tuple[str, str]:
     if not use_flash:
         return "native_math", "attention: native_math (auto; model.use_flash_attention is false)"
     if device_type == "cpu":
         return "native_flash", "attention: native_flash (auto; torch's own kernel for the CPU)"
     fastest = ["cudnn", "native_flash", "flex"] if not deterministic else ["flex", "native_flash"]
+    if drops:  # by the plain maths every probability would be written and read, several times
+        fastest.sort(key=NO_DROPOUT.__contains__)
     skipped: list[str] = []
     for name in fastest:
         if not (reason := obstacle(name, device_type, dtype_name, head_dim)):

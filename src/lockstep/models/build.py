@@ -49,6 +49,7 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
 
     `shard` cuts it before it gets any memory: a rank never holds more than its part.
     """
+    drops = isinstance(shape, AgentShape) and shape.attention_dropout > 0
     kernel, attention_notice = attention.resolve(
         options.attention_backend,
         use_flash=options.use_flash_attention,
@@ -58,8 +59,9 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         head_dim=shape.head_dim,
         documents_apart=documents_apart,
         windowed=isinstance(shape, EncoderShape) and any(shape.window(layer) for layer in range(shape.num_layers)),
+        drops=drops,
     )
-    if kernel in attention.NO_DROPOUT and isinstance(shape, AgentShape) and shape.attention_dropout:
+    if kernel in attention.NO_DROPOUT and drops:
         attention_notice += "; native_math in training, for model.attention_dropout"
     with torch.device("meta"):
         model = lay_out(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)

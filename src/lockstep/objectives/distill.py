@@ -59,6 +59,8 @@ def build(options: DistillOptions) -> Distill:
 class Distill:
     """Predict each action of a source learner from all that it has met before."""
 
+    steady = True  # all batches are equally large, in every way
+
     def __init__(self, options: DistillOptions | None = None) -> None:
         self.options = options or DistillOptions()
         self.columns: Mapping[str, str] = DistillOptions.columns_of("histories")
