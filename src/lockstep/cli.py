@@ -48,11 +48,11 @@ def _run(words: list[str]) -> int:
         say(usage())
         return ExitCode.DONE
     verb, rest = words[0], words[1:]
-    if verb == "config":
-        if not rest or rest[0] in ("--help", "-h"):
-            say(usage("config "))
-            return ExitCode.DONE if rest else ExitCode.USAGE
-        verb, rest = f"config {rest[0]}", rest[1:]
+    if verb == "config" and (not rest or rest[0] in ("--help", "-h")):
+        say(usage("config "))
+        return ExitCode.DONE if rest else ExitCode.USAGE
+    if verb == "config" or (rest and f"{verb} {rest[0]}" in VERBS):  # of two words
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb not in VERBS:
         raise ConfigError(f"no command {verb[:80]!r}", hint=suggest(verb, sorted(VERBS)))
     about, run = VERBS[verb]
@@ -78,13 +78,15 @@ def train(arguments: Namespace, settings: list[Setting]) -> int:
 
     loaded = _resolve(arguments, settings)
     check_asked(loaded.config.system)
-    if arguments.dry_run:
-        from lockstep.api import sizes
-        from lockstep.config.show import show
+    return _show_plan(loaded) if arguments.dry_run else _start(loaded, arguments)
 
-        say(show(loaded, only_set=True), "", sizes(loaded))
-        return ExitCode.DONE
-    return _start(loaded, arguments)
+
+def _show_plan(loaded: Loaded) -> int:
+    from lockstep.api import sizes
+    from lockstep.config.show import show
+
+    say(show(loaded, only_set=True), "", sizes(loaded))
+    return ExitCode.DONE
 
 
 def resume(arguments: Namespace, settings: list[Setting]) -> int:
@@ -210,6 +212,16 @@ def check(arguments: Namespace, _: list[Setting]) -> int:
             timeout_seconds=arguments.timeout,
         )
     )
+
+
+def bench(arguments: Namespace, settings: list[Setting]) -> int:
+    """Measure how fast a configuration trains here and where a step goes, or what more workers bring."""
+    from lockstep.bench.conduct import bench as measure
+    from lockstep.runtime.devices import check_asked
+
+    loaded = _resolve(arguments, settings)
+    check_asked(loaded.config.system)
+    return _show_plan(loaded) if arguments.dry_run else measure(loaded, arguments, settings)
 
 
 def diff(arguments: Namespace, _: list[Setting]) -> int:
@@ -342,6 +354,8 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "logs": ("show what the workers said: --gpu 2 --follow", logs),
     "stop": ("let a run save and end", stop),
     "check": ("let every GPU train the same and compare the bits: PASS, FAIL or UNDECIDED for each", check),
+    "bench": ("measure throughput, MFU, memory and where a step goes: lockstep bench llama production", bench),
+    "bench scaling": ("measure what more workers bring: --workers 1,2,4", bench),
     "diff": ("say in what two runs differ: settings, versions, data, first step and tensor", diff),
     "doctor": ("check whether this machine can train", doctor),
     "replay": ("run a step that was NaN again, from its bundle, and say why", replay),

@@ -160,6 +160,23 @@ def _check(parser: Parser) -> None:
     parser.flag("--schema", "print the JSON Schema of check.json")
 
 
+OF_BENCHES = ("--device", "--seed", "--precision", "--batch-size", "--model-path", "--gradient-checkpointing",
+              "--deterministic")  # fmt: skip
+
+
+def _bench(parser: Parser) -> None:
+    """Rows are made here and nothing is written but FILE, so most of the short words mean nothing to it."""
+    _configuration(parser, shown=OF_BENCHES)
+    parser.flag("--steps", "steps that are timed, after some that warm up (20)", metavar="N", type=whole(1), default=20)
+    parser.flag("--json", "also write the figures to this file", metavar="FILE")
+    parser.flag("--anyway", "although the machine is busy")
+
+
+def _bench_scaling(parser: Parser) -> None:
+    _bench(parser)
+    parser.flag("--workers", "numbers of workers (1,2,4)", metavar="N,N", default="1,2,4")
+
+
 def _diff(parser: Parser) -> None:
     for place in ("a", "b"):
         parser.add_argument(f"run_{place}", metavar=f"RUN_{place.upper()}", help="a run, its name, or latest")
@@ -230,6 +247,8 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "logs": _logs,
     "stop": _stop,
     "check": _check,
+    "bench": _bench,
+    "bench scaling": _bench_scaling,
     "diff": _diff,
     "doctor": _doctor,
     "replay": _replay,

@@ -1,0 +1,175 @@
+"""Where the time of a step goes, by the profiler: kernels of a GPU, or operations of a CPU, sorted into a few parts.
+
+A name says what a kernel is; where it does not (an elementwise kernel may belong to anything), what has launched it
+does: the update of the stepper, or the kernel of the cross-entropy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lockstep.engine.step import Stepper
+from lockstep.kernels import linear_cross_entropy
+
+PRODUCTS, ATTENTION, POINTWISE = "matrix products", "attention", "pointwise and reductions"
+OPTIMIZER, ENTROPY, COPIES = "optimizer and clipping", "cross-entropy", "copies and collectives"
+OTHER, GAPS = "other", "gaps"
+PARTS = (PRODUCTS, ATTENTION, POINTWISE, OPTIMIZER, ENTROPY, COPIES, OTHER, GAPS)
+TABLE = (  # the first match counts; kernels of a GPU, then operations of a CPU
+    (ATTENTION, r"^triton_tem_\w*(flex|attention)"),
+    (PRODUCTS, r"^triton_tem_"),
+    (ENTROPY, r"log_?softmax|nll_loss|cross_entropy|logsumexp"),
+    (POINTWISE, r"^triton_(poi|red|per|for|spl)_"),
+    (ATTENTION, r"attention|attn|sdpa|fmha|flash_(fwd|bwd)|flash::|dot_do_o|convert_dq"),
+    (OPTIMIZER, r"adam|multi_tensor_apply|lpnorm|_foreach_"),
+    (COPIES, r"memcpy|memset|nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter"),
+    (PRODUCTS, r"gemm|gemv|nvjet|cublas|cutlass|xmma|wgmma|splitk|scaled_mm|matmul|\baten::(mm|bmm|addmm|baddbmm|"
+               r"linear|mv|addmv|dot|_addmm_activation|mkldnn_linear)\b"),
+    (COPIES, r"copy_kernel|direct_copy|catarray|\baten::(copy_|_to_copy|to|clone|contiguous|cat|stack)\b"),
+    (POINTWISE, r"elementwise|vectorized|reduce|norm|rope|rotary|swiglu|silu|gelu|softmax|dropout|index|gather|scatter|"
+                r"embedding|sort|scan|cumsum|cumulative|arange|fill|where|distribution|philox|unique|triu|tril|flip|"
+                r"\baten::"),
+)  # fmt: skip
+PATTERNS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in TABLE)
+UNSURE = (POINTWISE, COPIES, OTHER)  # what these names do depends on who launches them
+PLAIN_COPY = re.compile(r"memcpy|memset|nccl", re.IGNORECASE)  # whoever launches it
+UPDATE = "lockstep: update"
+
+
+class Piece(NamedTuple):
+    """Time of one kernel or operation, and inside what it was launched: OPTIMIZER, ENTROPY or ''."""
+
+    name: str
+    inside: str
+    us: float
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """One step in parts; with the gaps they are its wall time."""
+
+    wall_ms: float
+    parts_ms: Mapping[str, float]
+    unnamed_ms: Mapping[str, float]  # what is in `other`, by name
+
+    @property
+    def sum_ms(self) -> float:
+        """Of all parts, without the gaps."""
+        return sum(ms for part, ms in self.parts_ms.items() if part != GAPS)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "wall_ms": self.wall_ms,
+            "sum_of_parts_ms": self.sum_ms,
+            "parts_ms": dict(self.parts_ms),
+            "unnamed_ms": dict(self.unnamed_ms),
+        }
+
+
+def classify(name: str) -> str:
+    """The part a kernel or operation belongs to, by its name."""
+    return next((part for part, pattern in PATTERNS if pattern.search(name)), OTHER)
+
+
+def divide(pieces: Iterable[Piece], *, steps: int, wall_ms: float) -> Anatomy:
+    """Pieces of so many steps as parts of one; what no piece explains are gaps (less than 0: kernels overlap)."""
+    parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    unnamed: dict[str, float] = defaultdict(float)
+    for name, inside, us in pieces:
+        part = classify(name)
+        if inside and part in UNSURE and not PLAIN_COPY.search(name):
+            part = inside
+        parts[part] += us / 1e3 / steps
+        if part == OTHER:
+            unnamed[name] += us / 1e3 / steps
+    parts[GAPS] = wall_ms - sum(parts.values())
+    return Anatomy(wall_ms, parts, dict(sorted(unnamed.items(), key=lambda item: -item[1])))
+
+
+def dissect(stepper: Stepper, run: Callable[[], int], *, wall_ms: float) -> Anatomy:
+    """Profile `run`, which makes some steps and says how many.
+
+    On a GPU the parts are held against `wall_ms`, a step that nobody watched: watching slows only the host. On a CPU
+    the host is what is watched, so there it is the time of the steps in the profile.
+    """
+    on_gpu = stepper.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with labelled(stepper), profile(activities=kinds) as watched:
+        since = time.perf_counter()
+        steps = run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - since
+    events: Any = watched.events() or []
+    pieces = kernels(events) if on_gpu else operations(events)
+    return divide(pieces, steps=steps, wall_ms=wall_ms if on_gpu else 1e3 * seconds / steps)
+
+
+@contextlib.contextmanager
+def labelled(stepper: Stepper) -> Iterator[None]:
+    """While this lasts, the profiler is told when the stepper updates."""
+    update = stepper.update
+
+    def told(step: int, loss: torch.Tensor) -> torch.Tensor:
+        with record_function(UPDATE):
+            return update(step, loss)
+
+    vars(stepper)["update"] = told
+    try:
+        yield
+    finally:
+        del vars(stepper)["update"]
+
+
+def labels() -> dict[str, str]:
+    """Name of a range that the profiler knows -> the part that what it launches belongs to."""
+    of_entropy = [
+        name
+        for name, kind in vars(linear_cross_entropy).items()
+        if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+    ]
+    plain = [f"aten::{name}" for name in ("cross_entropy_loss", "_log_softmax_backward_data", "nll_loss_backward")]
+    ranges = [*of_entropy, *(f"{name}Backward" for name in of_entropy), *plain]
+    return {UPDATE: OPTIMIZER, **dict.fromkeys(ranges, ENTROPY)}
+
+
+def _inside(event: Any, known: Mapping[str, str]) -> str:
+    """What an operation on the host is part of, by the ranges around it."""
+    while event is not None:
+        if found := known.get(event.name):
+            return found
+        event = event.cpu_parent
+    return ""
+
+
+def kernels(events: Iterable[Any]) -> list[Piece]:
+    """All that ran on the GPU. What launched it is known of most kernels, not of those in a CUDA graph."""
+    known, totals = labels(), defaultdict[str, float](float)
+    inside: dict[tuple[str, str], float] = defaultdict(float)
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:  # compiled regions are annotations
+            totals[event.name] += event.time_range.elapsed_us()
+        elif event.device_type == DeviceType.CPU and event.kernels and (part := _inside(event, known)):
+            for kernel in event.kernels:
+                inside[kernel.name, part] += kernel.duration
+    pieces = [Piece(name, part, us) for (name, part), us in inside.items() if name in totals]
+    for piece in pieces:
+        totals[piece.name] -= piece.us
+    return [*pieces, *(Piece(name, "", us) for name, us in totals.items() if us > 0)]
+
+
+def operations(events: Iterable[Any]) -> list[Piece]:
+    """All that torch's operations did themselves; the time of Python and of autograd's bookkeeping is left to gaps."""
+    known = labels()
+    found = (event for event in events if "::" in event.name and "autograd::" not in event.name)
+    return [Piece(event.name, _inside(event, known), event.self_cpu_time_total) for event in found]

@@ -1,0 +1,122 @@
+"""`lockstep bench` and `lockstep bench scaling`: refuses what cannot be measured, measures, shows, writes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import __version__, rundir
+from lockstep.bench import busy, scaling
+from lockstep.bench.show import scaling_table, table
+from lockstep.errors import ConfigError, ExitCode, OutputError
+from lockstep.guard import say
+from lockstep.runtime import devices, env
+
+if TYPE_CHECKING:
+    from lockstep.arguments import Setting
+    from lockstep.config.load import Loaded
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The words of the command line."""
+
+    steps: int
+    json: Path | None = None
+    anyway: bool = False
+
+
+def bench(loaded: Loaded, arguments: Namespace, settings: Sequence[Setting]) -> int:
+    """What either command line asks for; the exit code."""
+    file = Path(arguments.json).expanduser() if arguments.json else None
+    asked = Asked(arguments.steps, file, arguments.anyway)
+    _check(asked)
+    if not (workers := getattr(arguments, "workers", "")):
+        return bench_one(loaded, asked)
+    return bench_scaling(loaded, asked, workers=workers, given=_named(loaded, arguments), settings=settings)
+
+
+def _named(loaded: Loaded, arguments: Namespace) -> list[str]:
+    """The words that name this configuration to another process; a preset that was picked here is picked for good."""
+    flags = [f"--{word}={text}" for word in ("preset", "config") if (text := getattr(arguments, word))]
+    what = [arguments.what] if arguments.what else [] if flags else [loaded.preset]
+    return [loaded.family, *what, *flags, *(["--debug"] if arguments.debug else [])]
+
+
+def bench_one(loaded: Loaded, asked: Asked) -> int:
+    """Measure one configuration on one device."""
+    found = busy.check_quiet(busy.cards(loaded.config), anyway=asked.anyway)
+    env.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own comings and goings
+    from lockstep.bench.drive import measure
+    from lockstep.engine.build import versions
+    from lockstep.report.logs import setup_logging
+
+    setup_logging(level="DEBUG" if loaded.config.debug.enabled else "WARNING")
+    for notice in loaded.notices:
+        say(notice)
+    figures = measure(loaded, steps=asked.steps, busy=found)
+    _write(asked, {**_about("bench"), "versions": versions(), **figures.as_json()})
+    say(*table(figures))
+    return ExitCode.DONE
+
+
+def bench_scaling(
+    loaded: Loaded, asked: Asked, *, workers: str, given: Sequence[str], settings: Sequence[Setting]
+) -> int:
+    """Measure one configuration with several numbers of workers; `given` and `settings` are what names it."""
+    wanted, config = scaling.counts(workers), loaded.config
+    on_gpu = busy.on_gpu(config)
+    if on_gpu and (there := len(devices.visible_gpus())) < wanted[-1]:
+        raise ConfigError(
+            f"{wanted[-1]} workers, and this machine shows {there} GPUs",
+            where="--workers",
+            hint=f"--workers {','.join(str(count) for count in wanted if count <= there)}, or --device cpu",
+        )
+    found = busy.check_quiet(busy.cards(config, wanted[-1]), anyway=asked.anyway)
+    options, points = config.training, list[scaling.Point]()
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        words = scaling.command_words(given, config, settings, folder=Path(name), cpu=not on_gpu)
+        for count in wanted:
+            points.append(scaling.run(words, config, workers=count, steps=asked.steps, folder=Path(name)))
+    device = devices.visible_gpus()[0].name if on_gpu else f"CPU, {os.cpu_count()} cores"
+    batch = f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}"
+    figures = [point.as_json(points[0]) for point in points]
+    subject = {"family": loaded.family, "preset": loaded.preset, "device": device, "batch": batch, "busy": found}
+    _write(asked, {**_about("bench scaling"), **subject, "steps": asked.steps, "command": words, "workers": figures})
+    say(*scaling_table(points, device=device, batch=batch, busy=found))
+    return ExitCode.DONE
+
+
+def _check(asked: Asked) -> None:
+    """Refuse before minutes are spent."""
+    if env.detect().world > 1:
+        what = "a bench is one process, and this is one of several workers"
+        raise ConfigError(what, where="lockstep bench", hint="lockstep bench scaling --workers 1,2,4, started once")
+    if asked.json and (asked.json.is_dir() or not asked.json.absolute().parent.is_dir()):
+        what = "a folder" if asked.json.is_dir() else "in a folder that is not there"
+        raise OutputError(f"cannot be written, it is {what}", where=str(asked.json), hint="--json FILE.json")
+
+
+def _about(kind: str) -> dict[str, Any]:
+    return {
+        "kind": f"lockstep {kind}",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "lockstep": __version__,
+        "load": list(os.getloadavg()),
+        "cores": os.cpu_count(),
+    }
+
+
+def _write(asked: Asked, figures: Mapping[str, Any]) -> None:
+    if not asked.json:
+        return
+    try:
+        rundir.write_json(asked.json, figures)
+    except OSError as error:
+        raise rundir.io_error(error, asked.json, doing="writing the figures") from error

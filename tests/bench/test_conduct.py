@@ -1,0 +1,198 @@
+"""`lockstep bench` from the command line: tables, JSON, refusals; and real launches of one and two workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.bench import busy, scaling
+from lockstep.bench.scaling import Point, command_words, counts, point
+from lockstep.config.load import load
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.runtime import devices
+from tests.conftest import Outcome
+
+Run = Callable[..., Outcome]
+CPU = ("--device", "cpu", "--anyway")
+
+
+@pytest.mark.parametrize("family", ["llama", "mlm", "llada", "ad"])
+def test_a_bench_of_every_family(lockstep: Run, tmp_path: Path, family: str) -> None:
+    file = tmp_path / "figures.json"
+    result = lockstep("bench", family, "tiny", *CPU, "--steps", "4", "--json", str(file))
+    assert result.code == 0, result.text
+    tree = json.loads(file.read_text())
+    assert tree["family"] == family
+    assert tree["steps"] == 4
+    assert {"date", "versions", "settings", "device", "load"} <= tree.keys()
+    assert tree["mfu_palm"] is tree["mfu_causal"] is None
+    assert 0 < tree["of_measured_peak"] < 1
+    assert tree["tokens_per_second"] == pytest.approx(tree["tokens_per_step"] / tree["step_ms"] * 1e3)
+    assert f"{tree['tokens_per_second']:,.0f}" in result.out
+    found = tree["anatomy"]
+    assert sum(found["parts_ms"].values()) == pytest.approx(found["wall_ms"])
+    assert 0.3 * found["wall_ms"] < found["sum_of_parts_ms"] <= found["wall_ms"]
+    assert all(found["parts_ms"][part] > 0 for part in ("matrix products", "attention", "optimizer and clipping"))
+    assert found["parts_ms"]["other"] < 0.05 * found["wall_ms"], found["unnamed_ms"]
+    assert not list(tmp_path.glob("runs*"))
+
+
+def test_padding_is_no_token(lockstep: Run, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    words = ("--steps", "2", "data.documents=padded", "--batch-size", "32", "--json", str(file))
+    assert lockstep("bench", "mlm", "tiny", *CPU, *words).code == 0
+    assert json.loads(file.read_text())["tokens_per_step"] == pytest.approx(32 * 64 * 0.244, rel=0.5)
+
+
+def test_a_busy_cpu_is_refused(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 1.0, 1.0))
+    for words in (("bench", "llama", "tiny"), ("bench", "scaling", "llama", "tiny")):
+        result = lockstep(*words, "--device", "cpu")
+        assert result.code == 1
+        assert "this machine is busy: the load average is 1000.0" in result.err
+        assert "--anyway" in result.err
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert busy.check_quiet([], anyway=False) == []
+
+
+def test_a_busy_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    holder = devices.Holder(os.getpid(), "python train.py", 5 << 30)
+    monkeypatch.setattr(devices, "holders", lambda _: [holder])
+    assert busy.check_quiet([0], anyway=False) == []  # that is ourselves
+    other = devices.Holder(os.getpid() + 1, "python train.py", 5 << 30)
+    monkeypatch.setattr(devices, "holders", lambda _: [other])
+    with pytest.raises(LockstepError, match="GPU 0 is in use: pid"):
+        busy.check_quiet([0], anyway=False)
+    assert len(busy.check_quiet([0], anyway=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("bench",), 2, "FAMILY"),
+        (("bench", "llama", "tiny", "--steps", "0"), 2, "at least 1"),
+        (("bench", "llama", "tiny", "--json", "/no/such/folder/f.json"), 73, "a folder that is not there"),
+        (("bench", "llama", "no_preset"), 2, "no preset or file"),
+        (("bench", "llama", "tiny", "--device", "cuda"), 2, "cuda was asked for"),
+        (("bench", "llama", "tiny", "model.vocab_size=5"), 2, "5 ids leave none"),
+        (("bench", "scaling", "llama", "tiny", "--workers", "1,two"), 2, "expected numbers of workers"),
+        (("bench", "scaling", "llama", "tiny", "--workers", "0"), 2, "expected numbers of workers"),
+    ],
+)
+def test_refusals(lockstep: Run, words: tuple[str, ...], code: int, said: str) -> None:
+    if "cuda" in words and devices.visible_gpus():
+        pytest.skip("there is one")
+    device = () if "cuda" in words else ("--device", "cpu")
+    result = lockstep(*words, *(device if len(words) > 1 else ()), *(["--anyway"] if len(words) > 1 else []))
+    assert result.code == code, result.text
+    assert said in result.err
+
+
+def test_one_of_several_workers_measures_nothing(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29501",
+    }.items():
+        monkeypatch.setenv(name, value)
+    result = lockstep("bench", "llama", "tiny", *CPU)
+    assert result.code == 2
+    assert "one of several workers" in result.err
+
+
+def test_a_dry_run_measures_nothing(lockstep: Run) -> None:
+    result = lockstep("bench", "llama", "tiny", *CPU, "--dry-run")
+    assert result.code == 0
+    assert "training.batch_size" in result.out
+    assert "tokens/s" not in result.out
+
+
+# ------------------------------------------------------------------------------------------------ scaling
+
+
+def test_one_worker_is_always_among_them() -> None:
+    assert counts("4,2") == [1, 2, 4]
+    assert counts("1, 2") == [1, 2]
+    with pytest.raises(ConfigError):
+        counts("")
+
+
+def test_efficiency_by_hand() -> None:
+    """Twice the workers at the same step time is 100 %; warm-up steps count for nothing."""
+    slow = [{"seconds": 9.0, "tokens": 64}] * scaling.WARM_UP
+    one = point([*slow, *[{"seconds": 0.5, "tokens": 64}] * 3], workers=1, samples=4)
+    two = point([*slow, *[{"seconds": 0.5, "tokens": 128}] * 3], workers=2, samples=8)
+    late = point([*slow, *[{"seconds": 1.0, "tokens": 128}] * 3], workers=2, samples=8)
+    assert one.samples_per_second == 8.0
+    assert two.tokens_per_second == 256
+    assert two.efficiency(one) == 1.0
+    assert late.efficiency(one) == 0.5
+    with pytest.raises(LockstepError, match="told of 5 steps"):
+        point(slow, workers=1, samples=4)
+
+
+def test_a_token_is_not_passed_on(tmp_path: Path) -> None:
+    config = load("llama", preset="tiny").config
+    settings = [("hf-token", "hf_secret"), ("data.hf_token", "hf_secret"), ("seed", "7"), ("deterministic", None)]
+    words = command_words(["llama", "tiny"], config, settings, folder=tmp_path, cpu=True)
+    assert "hf_secret" not in " ".join(words)
+    assert words[-2:] == ["--seed=7", "--deterministic"]
+    assert "--system.threads=1" in words
+    assert "--system.threads=1" not in command_words([], config, [], folder=tmp_path, cpu=False)
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("llama", preset="tiny").config
+    with pytest.raises(LockstepError, match=r"2 workers ended with code 2:(.|\n)*no preset or file"):
+        scaling.run(["llama", "nothing"], config, workers=2, steps=1, folder=tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/true")  # a control: a run that tells nothing is no figure
+    with pytest.raises((LockstepError, OSError)):
+        scaling.run(["llama", "tiny"], config, workers=1, steps=1, folder=tmp_path)
+
+
+def shown(text: str) -> dict[int, float]:
+    rows = re.findall(r"^ +(\d+) +([\d,.]+) +([\d,]+) +([\d.]+) %$", text, re.MULTILINE)
+    return {int(workers): float(efficiency) for workers, _, _, efficiency in rows}
+
+
+def run_scaling(lockstep: Run, tmp_path: Path, workers: str) -> None:
+    file = tmp_path / "scaling.json"
+    result = lockstep(
+        "bench", "scaling", "llama", "tiny", *CPU, "--workers", workers, "--steps", "6", "--json", str(file)
+    )
+    assert result.code == 0, result.text
+    found = json.loads(file.read_text())["workers"]
+    wanted = [int(count) for count in workers.split(",")]
+    assert [each["workers"] for each in found] == wanted
+    assert list(shown(result.out)) == wanted
+    assert shown(result.out)[1] == 100.0
+    first = found[0]["samples_per_second"]
+    for each in found:
+        assert each["efficiency"] == pytest.approx(each["samples_per_second"] / each["workers"] / first)
+        assert each["tokens_per_second"] == pytest.approx(64 * each["samples_per_second"])
+        assert each["step_ms"] == pytest.approx(1e3 * 4 * each["workers"] / each["samples_per_second"])
+
+
+@pytest.mark.ranks
+def test_scaling_by_real_launches(lockstep: Run, tmp_path: Path) -> None:
+    run_scaling(lockstep, tmp_path, "1,2")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_scaling_to_four_workers(lockstep: Run, tmp_path: Path) -> None:
+    """Contract item 169."""
+    run_scaling(lockstep, tmp_path, "1,2,4")
+
+
+def test_points_know_their_share() -> None:
+    assert Point(4, 1.0, 8, 64.0).as_json(Point(1, 1.0, 4, 32.0))["efficiency"] == 0.5

@@ -1,0 +1,169 @@
+"""The scripts of benchmarks/ for a GPU: the peers they build are what they say, and they judge as they say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.bench import rows
+from lockstep.bench.figures import Flops
+from lockstep.config.load import load
+from lockstep.contracts import Draw, Rows
+from lockstep.engine.build import make_objective
+from lockstep.models.build import build
+from lockstep.models.shapes import resolve
+from tests.house.test_benchmarks import script
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = script("h200_llama")
+    small = {"WIDTH": 64, "INNER": 128, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16, "VOCABULARY": 256, "CHUNK": 32}
+    for name, value in {**small, "DEVICE": "cpu"}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    return module
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return script("h200_families")
+
+
+def test_flops_are_counted_as_the_product_counts_them() -> None:
+    shape = resolve(load("llama", preset="production").config.model, context_length=8192)
+    assert script("h200_llama").flops_per_token(4, 8192) == Flops.of(shape, 8192).palm
+
+
+def test_the_plain_model_is_transformers_llama(llama: ModuleType) -> None:
+    """With the same weights the same loss: the peer that is raced against does the same work."""
+    plain, loss_of = llama.peer_step("plain", 2, 64)
+    theirs, their_loss = llama.peer_step("eager", 2, 64)
+    plain.cos, plain.sin = plain_rope(theirs.config, 64)
+    body = theirs.model
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)  # so that every part has a say in the loss
+        body.embed_tokens.weight.copy_(plain.embed.weight)
+        theirs.lm_head.weight.copy_(plain.head)
+        for mine, other in zip(plain.blocks, body.layers, strict=True):
+            parts = mine.qkv.weight.split([64, 32, 32])
+            for name, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+                getattr(other.self_attn, name).weight.copy_(part)
+            other.self_attn.o_proj.weight.copy_(mine.out.weight)
+            for name, part in (("gate_proj", mine.gate), ("up_proj", mine.up), ("down_proj", mine.down)):
+                getattr(other.mlp, name).weight.copy_(part.weight)
+    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(1))
+    # theirs predicts within its 64 inputs, so ours is given the same 64
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = their_loss(tokens).item()
+        assert loss_of(tokens[:, :64]).item() == pytest.approx(wanted, rel=2e-3)
+        plain.sin = -plain.sin  # a control: positions that turn the other way
+        assert loss_of(tokens[:, :64]).item() != pytest.approx(wanted, rel=2e-3)
+
+
+def plain_rope(config: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the base that transformers takes by default."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    base = parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+    angle = torch.arange(length - 1)[:, None] * base ** (-torch.arange(0, 16, 2) / 16)
+    return angle.cos(), angle.sin()
+
+
+def test_all_logits_are_the_same_loss(families: ModuleType) -> None:
+    """Every position through the head and most of them ignored: more work, the same number, the same gradients."""
+    config = load("llada", preset="tiny").config
+    objective = make_objective(config).with_vocabulary(rows.vocabulary(256))
+    shape = resolve(config.model, context_length=64)
+    model = build(
+        config.model, shape, device=torch.device("cpu"), dtype_name="fp32", seed=1, checkpointing=False,
+        deterministic=False, debug=False,
+    ).model  # fmt: skip
+    tokens = rows.token_ids(4 * 64, vocab_size=256, random=np.random.default_rng(1)).reshape(4, 64)
+    ids = np.arange(4)
+    batch = objective.collate(Rows(ids, ids * 0, ids, {"tokens": tokens}), Draw(1, 0, 4, 10))
+    every = families.everywhere(batch)
+    assert len(every.tensors["places"]) == 256 > len(batch.tensors["places"])
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for each in (batch, every):
+        model.zero_grad()
+        loss = objective.loss(model, each)["loss"]
+        loss.backward()
+        grad = next(model.parameters()).grad
+        assert grad is not None
+        found.append((loss.detach(), grad.clone()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    wrong = every._replace(tensors={**every.tensors, "token_weights": torch.ones(256)})  # a control
+    assert not torch.allclose(objective.loss(model, wrong)["loss"], found[0][0], rtol=1e-2)
+
+
+def test_what_is_due_is_judged(families: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {
+        "tokens_per_second": 1.16,
+        "mfu_palm": 0.59,
+        "step_ms": 4.7,
+        "peak_memory_bytes": 1,
+        "estimate_off": 0.09,
+    }
+    base = {"tokens_per_second": 1.0, "step_ms": 4.7, "peak_memory_bytes": 1}
+    assert families.show("llada", {"llada": figures, "llada-all": base})
+    assert families.show("ad", {"ad": figures})
+    assert families.show("full", {"full": figures})
+    assert families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 7.9}})
+    assert "MISSED" not in capsys.readouterr().out
+    assert not families.show("bert", {"bert": figures, "bert-padded": base})
+    assert not families.show("ad", {"ad": {**figures, "step_ms": 4.9}})
+    assert not families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 8.1}})
+    assert capsys.readouterr().out.count("MISSED") == 3
+    assert not families.show("full", {"full": {"error": "exit code 1"}})
+
+
+def test_a_peer_ahead_of_ours_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("h200_llama")
+    found = {
+        "plain": {"tokens_per_second": 50.0, "peak_gib": 1.0},
+        "ours": {"tokens_per_second": 60.0, "peak_gib": 1.0},
+    }
+    module.show(found)
+    assert "0.833" in capsys.readouterr().out
+    assert module.verdict(found) == 0
+    assert module.verdict({**found, "plain": {"tokens_per_second": 61.0}}) == 1
+    assert module.verdict({**found, "eager": {"error": "exit code 1"}}) == 1
+
+
+@pytest.mark.parametrize("name", ["ours", "deterministic", "batch8", "fp8"])
+def test_ours_is_a_command_the_product_knows(name: str, llama: ModuleType, tmp_path: Path) -> None:
+    from lockstep.api import setting_words
+    from lockstep.verb_arguments import parse
+
+    options = llama.argparse.Namespace(steps=8, layers=4, context=8192, batch=4)
+    words = llama.command_of(name, options, tmp_path / "f.json")
+    assert words[1:4] == ["-m", "lockstep", "bench"]
+    arguments, settings = parse("bench", "", words[4:], setting_words)
+    assert (arguments.family, arguments.what, arguments.steps) == ("llama", "production", 8)
+    config = load("llama", preset="production", flags=settings).config
+    assert config.training.batch_size == (8 if name == "batch8" else 4)
+    assert config.training.grad_accum_nums == 1
+
+
+@pytest.mark.parametrize("name", ["llada", "bert", "ad", "full"])
+def test_the_families_are_commands_the_product_knows(name: str, families: ModuleType) -> None:
+    from lockstep.api import resolve as resolve_config
+    from lockstep.api import setting_words
+    from lockstep.verb_arguments import parse
+
+    arguments, settings = parse("bench", "", families.COMMANDS[name][4:], setting_words)
+    config = resolve_config(arguments.family, preset=arguments.what, flags=settings).config
+    assert config.training.grad_accum_nums == 1
+    sizes = {"llada": (8, 4096), "bert": (128, 512), "ad": (512, 240), "full": (1, 8192)}
+    assert (config.training.batch_size, config.training.context_length) == sizes[name]
