@@ -72,15 +72,26 @@ def _choose(use_flash: bool, device_type: str, dtype_name: str, deterministic: b
         return "native_math", "attention: native_math (auto; model.use_flash_attention is false)"
     if device_type == "cpu":
         return "native_flash", "attention: native_flash (auto; torch's own kernel for the CPU)"
-    fastest = ["cudnn", "native_flash", "flex"] if not deterministic else ["flex", "native_flash"]
     skipped: list[str] = []
-    for name in fastest:
+    for name in preferred(deterministic=deterministic):
         if not (reason := obstacle(name, device_type, dtype_name, head_dim)):
             repeats = deterministic or name == "flex"
             why = "same bits in every run" if repeats else "fastest that runs here; not bit-reproducible"
             return name, f"attention: {name} (auto; {why}{''.join(skipped)})"
         skipped.append(f"; not {name}: {reason}")
     return "native_math", f"attention: native_math (auto{''.join(skipped)})"
+
+
+def preferred(*, deterministic: bool) -> tuple[str, ...]:
+    """The kernels of a GPU that may be chosen where nothing is masked, the one that is fastest at most shapes first."""
+    return ("flex", "native_flash") if deterministic else ("cudnn", "native_flash", "flex")
+
+
+def allowed(*, use_flash: bool, deterministic: bool, masked: bool) -> tuple[str, ...]:
+    """All that `auto` may choose from on a GPU, the plain maths last."""
+    if not use_flash:
+        return ("native_math",)
+    return MASKING if masked else (*preferred(deterministic=deterministic), "native_math")
 
 
 def _choose_masking(use_flash: bool, dtype_name: str, head_dim: int, masked: str) -> tuple[str, str]:
