@@ -186,6 +186,7 @@ def _check(loaded: Loaded) -> None:
 def sizes(loaded: Loaded) -> str:
     """The resolved sizes, with the device and the precision the engine will choose; asks no hub and no torch."""
     from lockstep.config import show
+    from lockstep.engine.options import AutoRows
     from lockstep.models import shapes
     from lockstep.runtime.devices import visible_gpus
 
@@ -196,6 +197,7 @@ def sizes(loaded: Loaded) -> str:
     on_gpu = config.system.device == "cuda" or (config.system.device == "auto" and bool(visible_gpus()))
     precision = training.precision if training.precision in shapes.ITEM_BYTES else "bf16" if on_gpu else "fp32"
     compiled = {"on": True, "off": False, "auto": on_gpu and not config.debug.enabled}[config.model.compile]
+    is_auto = isinstance(training.batch_size, AutoRows)
     memory = shapes.memory_bytes(
         shape,
         batch_size=training.batch_size,
@@ -212,6 +214,7 @@ def sizes(loaded: Loaded) -> str:
         memory_bytes=memory.total,
         state_bytes=memory.states,
         computing=f"{precision}, {'GPU' if on_gpu else 'CPU'}",
+        micro_batch=f"auto, found when it starts; estimated with {training.batch_size} rows" if is_auto else "",
     )
 
 

@@ -162,6 +162,8 @@ def _words(choice: dict[str, Any]) -> str:
         return "null"
     if kind == "object":
         return "names with texts"
+    if "pattern" in choice and "title" in choice:
+        return choice["title"]
     if kind == "string":
         limit = choice.get("maxLength")
         return f"text of at most {limit} characters" if limit else "text"

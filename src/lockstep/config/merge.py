@@ -21,6 +21,7 @@ PRECISION = ("training", "precision")
 WARMUP, MAX_STEPS = ("training", "warmup_steps"), ("training", "max_steps")
 WARMUP_RATIO = ("training", "warmup_ratio")
 CONTEXT = ("training", "context_length")
+BATCH = ("training", "batch_size")
 PROFILE_STEPS = ("report", "profile_steps")
 MOST_STEPS = 10_000_000  # no limit: the setting takes no more
 
@@ -44,7 +45,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
     merged: dict[tuple[str, ...], Given] = {}
     for rank, layer in enumerate(layers):
         for item in _translate(layer, known, notices):
-            _merge(merged, replace(item, rank=rank))
+            _merge(merged, replace(item, rank=rank, value=_in_place(item, merged, known)))
     _join_precision(merged, notices, known)
     _join_profile(merged, known)
     _prefer_own_data(merged, notices)
@@ -69,6 +70,14 @@ def _merge(merged: dict[tuple[str, ...], Given], item: Given) -> None:
             hint=f"keep one of them; the other is at {before.key_where}",
         )
     merged[path] = replace(item, path=path, value=value)
+
+
+def _in_place(item: Given, merged: Mapping[tuple[str, ...], Given], known: Catalog) -> Any:
+    """The value; of a batch size that is to be found, with the number it stands for: that of the layers below."""
+    if item.path != BATCH or item.value != "auto":
+        return item.value
+    below = before.value if (before := merged.get(BATCH)) else known.settings[BATCH].default
+    return below if isinstance(below, str) else f"auto:{below}"  # a text below is auto:N, or refused as it stands
 
 
 def _translate(layer: Sequence[Given], known: Catalog, notices: list[str]) -> Iterable[Given]:

@@ -28,6 +28,7 @@ from lockstep.engine import (
     feed,
     histories,
     legacy,
+    micro_batch,
     replicas,
     resume,
     state,
@@ -36,6 +37,8 @@ from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.choices import speaking, with_mask
 from lockstep.engine.council import Council
 from lockstep.engine.feed import Feed
+from lockstep.engine.kernel_choice import Chooser
+from lockstep.engine.options import AutoRows
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared, check_same, prepare
 from lockstep.engine.progress import Progress
@@ -45,7 +48,8 @@ from lockstep.engine.step import Stepper
 from lockstep.errors import ConfigError, DataError
 from lockstep.health.finite import GradientWatch
 from lockstep.models import shapes
-from lockstep.models.build import Built
+from lockstep.models.attention import resolve
+from lockstep.models.build import Built, Choose
 from lockstep.models.build import build as build_model
 from lockstep.models.shapes import AnyShape
 from lockstep.rundir import RunDir
@@ -71,6 +75,7 @@ class Plan:
     shape: AnyShape
     objective: Objective
     identity_hash: str
+    auto_rows: int | None = None  # training.batch_size auto: 0, to be found; else as the run that goes on was begun
 
 
 def plan(loaded: Loaded, device: torch.device) -> Plan:
@@ -81,7 +86,11 @@ def plan(loaded: Loaded, device: torch.device) -> Plan:
     config = config.model_copy(update={"training": training})
     shape = shapes.resolve(config.model, context_length=config.training.context_length, token=hub_token(config))
     config = with_mask(config, shape)
-    return Plan(config, device, shape, make_objective(config), identity_hash(config))
+    known_as, rows = identity_hash(config), config.training.batch_size  # by `auto`, whatever it will be here
+    if not isinstance(rows, AutoRows):
+        return Plan(config, device, shape, make_objective(config), known_as)
+    config = micro_batch.with_rows(config, int(rows))
+    return Plan(config, device, shape, make_objective(config), known_as, auto_rows=0)
 
 
 def make_objective(config: RunConfig) -> Objective:
@@ -165,31 +174,31 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     link: Marks | None = None,
 ) -> Assembled:
     """Data, model, optimizer and state, ready for the loop."""
-    config = plan.config
-    everyone, link, place = group or Group(), link or NoMarks(), env.detect()
+    config, everyone, link, place = plan.config, group or Group(), link or NoMarks(), env.detect()
     group = Group() if config.system.mode == "replicas" else everyone  # replicas train alone and are compared later
     prepared = prepare(config, plan.objective, vocab_limit=plan.shape.vocab_size)
     check_same(prepared.key, everyone)
     link.enter("start")
     plan = with_words(plan, prepared)
     about = describe(plan, prepared.key, world=group.world)
-    config = _with_saved_batch(config, point, about, world=group.world)
+    config = resume.with_saved_batch(config, point, about, world=group.world)
     counted, passes, notices = epochs.count(config, prepared.train, world=group.world)
     for notice in notices if everyone.rank == 0 else ():
         logger.warning("%s", notice)
-    plan, options = replace(plan, config=counted), counted.training
-    stepper, built = make_stepper(plan, group, link)
+    plan = replace(plan, config=counted)
+    stepper, built = make_stepper(plan, group, link, choose=Chooser(plan, everyone, resume.about_of(point), about))
     about |= adapters.about_base(stepper.model) | kernels(plan, built)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
+    cut = partial(cut_batches, plan, prepared, group, progress.step)
+    plan, built = micro_batch.settled(micro_batch.Place(plan, built, stepper, everyone, about, cut))
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
     told, folder = everyone.told(link), run.worker(place.tag, place.node)
     make = partial(make_loader, plan, prepared, start_step=progress.step, group=group)
     begin = partial(feed.start, make, run=run, group=everyone, stop=stop, link=told)
-    stream = prepared.train if isinstance(prepared.train, StreamTable) else None
-    loader: Loader | Feed = make() if stream is None else begin(stream, config)
+    loader: Loader | Feed = begin(prepared.train, config) if isinstance(prepared.train, StreamTable) else make()
     parts = Parts(
-        config=counted,
+        config=plan.config,
         device=plan.device,
         stepper=stepper,
         progress=progress,
@@ -201,8 +210,8 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         faults=stepper.faults,
         about=about,
         table=prepared.train,
-        flops_per_token=plan.shape.flops_per_token(options.context_length),
-        peak_flops=(peak_flops(plan.device, options.precision) or 0) * group.world or None,
+        flops_per_token=plan.shape.flops_per_token(config.training.context_length),
+        peak_flops=(peak_flops(plan.device, config.training.precision) or 0) * group.world or None,
         council=stepper.council,
         link=link if group is everyone else told,  # replicas wait for the slowest at the end
         saves=group is everyone or everyone.rank == 0,
@@ -226,16 +235,6 @@ def with_words(plan: Plan, prepared: Prepared) -> Plan:
     return replace(plan, objective=objective)
 
 
-def _with_saved_batch(
-    config: RunConfig, point: resume.ResumePoint | None, about: dict[str, Any], *, world: int
-) -> RunConfig:
-    """Another number of workers keeps the global batch of its checkpoint; what the run is called stays as it was."""
-    if point and (rows := resume.saved_rows(point, config)):
-        config = epochs.with_batch(config, rows, world=world)
-        about["batch_rows"] = epochs.batch_rows(config, world)
-    return config
-
-
 def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper) -> Saver:
     """Who saves this run, alone or in shards, while training goes on."""
     checkpointer = Checkpointer(
@@ -252,7 +251,7 @@ def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper) ->
 
 
 def make_stepper(
-    plan: Plan, group: Group, link: Marks, *, planned_faults: faults.Plan | None = None
+    plan: Plan, group: Group, link: Marks, *, planned_faults: faults.Plan | None = None, choose: Choose = resolve
 ) -> tuple[Stepper, Built]:
     """The model and all that a step needs, with whoever exchanges gradients in this mode."""
     config, place = plan.config, env.detect()
@@ -260,7 +259,7 @@ def make_stepper(
     sharded = None
     if group.world > 1 and config.system.mode in ("fsdp", "hsdp"):
         sharded = Sharded(config.system.mode, group, plan.device, nodes=place.nodes, link=link)
-    built = make_model(plan, hooks=planned_faults.needs_hooks, sharded=sharded)
+    built = make_model(plan, hooks=planned_faults.needs_hooks, sharded=sharded, choose=choose)
     planned_faults.attach(built.model)
     stepper = Stepper(
         built.model,
@@ -284,7 +283,7 @@ def make_stepper(
     return stepper, built
 
 
-def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None) -> Built:
+def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None, choose: Choose = resolve) -> Built:
     """The model on its device. Compiled blocks skip hooks, so hooks mean no compiling."""
     config = plan.config
     return build_model(
@@ -299,6 +298,7 @@ def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None) -> Bu
         documents_apart=config.data.documents in ("masked", "padded"),
         token=hub_token(config),
         shard=sharded.shard if sharded else None,
+        choose=choose,
     )
 
 
@@ -327,10 +327,21 @@ def make_validation(plan: Plan, prepared: Prepared, group: Group, *, batch_rows:
     )
 
 
-def make_loader(plan: Plan, prepared: Prepared, *, start_step: int, group: Group | None = None) -> Loader:
+def cut_batches(plan: Plan, prepared: Prepared, group: Group, step: int, rows: int) -> list[Batch]:
+    """This rank's micro-batches of one step, cut otherwise. Rows of a stream may not be there yet: its validation's."""
+    cut = replace(plan, config=micro_batch.with_rows(plan.config, rows))
+    if isinstance(prepared.train, StreamTable):
+        prepared = replace(prepared, train=prepared.validation)
+    return next(make_loader(cut, prepared, start_step=step, group=group, workers=0))
+
+
+def make_loader(
+    plan: Plan, prepared: Prepared, *, start_step: int, group: Group | None = None, workers: int | None = None
+) -> Loader:
     """This rank's training batches from a step on."""
     data, options, on_gpu = plan.config.data, plan.config.training, plan.device.type == "cuda"
-    workers = data.num_workers if data.num_workers != "auto" else 1
+    if workers is None:
+        workers = data.num_workers if data.num_workers != "auto" else 1
     return Loader(
         prepared.train,
         plan.objective,
@@ -352,27 +363,13 @@ def _resume(stepper: Stepper, about: dict[str, Any], point: resume.ResumePoint, 
     if (belongs := saved.run.get("about")) is not None:  # a file of another program does not say
         allow = config.checkpoint.allow_mismatch
         if isinstance(belongs, dict) and not allow:
-            check_batch(belongs.get("batch_rows"), config, world=about["world"], checkpoint=point.checkpoint)
+            resume.check_batch(belongs.get("batch_rows"), config, world=about["world"], checkpoint=point.checkpoint)
         resume.check_belongs(belongs, about, checkpoint=point.checkpoint, allow=allow)
         adapters.check_base(belongs, about, checkpoint=point.checkpoint, model_path=config.model.model_path)
     try:
         return state.restore(stepper, saved)
     except DataError as error:
         raise DataError(error.what, where=error.where or str(point.checkpoint), hint=error.hint) from error
-
-
-def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkpoint: Path) -> None:
-    """Refuse another global batch: each step would see other rows. Says what would fit."""
-    micro, count = config.training.batch_size, config.training.grad_accum_nums
-    rows = world * micro * count
-    if saved_rows is None or saved_rows == rows:
-        return
-    raise ConfigError(
-        f"the checkpoint has {saved_rows} rows in each global batch, this run {rows}: {world} workers x batch_size "
-        f"{micro} x grad_accum_nums {count}",
-        where=str(checkpoint),
-        hint=epochs.counts_that_fit(saved_rows, config, near=world),
-    )
 
 
 def _read_state(stepper: Stepper, path: Path) -> checkpoint.State:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.load import identity
+from lockstep.engine.options import AutoRows
 from lockstep.rundir import read_json
 from lockstep.runtime import hub
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 NAMES = ("dataset_name", "data_path", "tokenizer_name")  # settings of `data` that may be open
 AUTO_DATASETS = ("wikitext", "builtin")
+SPLIT = ("batch_size", "grad_accum_nums")
 
 
 def is_open(name: str, value: str | None) -> bool:
@@ -78,15 +81,23 @@ def _could_be(options: DataOptions, theirs: str, *, was_open: bool) -> bool:
 
 def _is_alike(config: RunConfig, saved: Mapping[str, Any]) -> bool:
     """Whether all else that decides the numbers is the same; `auto` of ours was something by then."""
+    open_rows = isinstance(config.training.batch_size, AutoRows)
+    if open_rows and _rows(saved["config"]["training"]) != _rows(vars(config.training)):
+        return False
     for key, value in identity(config).items():
         section, _, name = key.partition(".")
-        if section == "data" and name in NAMES:
+        if (section == "data" and name in NAMES) or (open_rows and name in SPLIT):
             continue
         theirs = saved["config"].get(section)
         theirs = theirs.get(name) if name and isinstance(theirs, dict) else theirs
         if value not in ("auto", theirs):
             return False
     return True
+
+
+def _rows(training: Mapping[str, Any]) -> int:
+    """Of a step on one worker."""
+    return math.prod(int(training[name]) for name in SPLIT)
 
 
 def _run_of(path: Path, out: Path) -> Path:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from lockstep.config.load import Loaded
 from lockstep.config.schema import RunConfig
 from lockstep.data.cache import Table
 from lockstep.data.stream import StreamTable
-from lockstep.engine.build import Assembled, Plan
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared
 from lockstep.models.agent import Agent
@@ -23,6 +23,9 @@ from lockstep.models.shapes import Lora, Memory, Shape, Sharing, memory_bytes
 from lockstep.report.words import USUAL, WORDINGS, Banner, Summary
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, hardware
+
+if TYPE_CHECKING:
+    from lockstep.engine.build import Assembled, Plan
 
 
 def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> Banner:

@@ -38,7 +38,7 @@ from lockstep.models import shapes
 from lockstep.models.agent_shapes import AgentShape
 from lockstep.runtime import faults, precision
 from lockstep.runtime.determinism import mode
-from lockstep.runtime.hardware import pick_device
+from lockstep.runtime.hardware import device_name, pick_device
 from lockstep.worlds.observed import Histories
 
 MOST_ROWS = 64  # that are left out one by one
@@ -165,6 +165,8 @@ def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change
     changes: dict[str, Any] = {} if adapters.has_additions(config) else {"init": "random"}
     if read.about["device"] != device.type:
         changes |= {"attention_backend": "auto", "compile": "auto"}
+    elif read.about["device_name"] == device_name(device) and "precision" not in change.training:
+        changes["attention_backend"] = read.about.get("attention") or config.model.attention_backend  # auto may measure
     return {**changes, **change.model}
 
 

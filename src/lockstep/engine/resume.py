@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import rundir
 from lockstep.config.load import identity_diff
 from lockstep.config.schema import RunConfig
-from lockstep.engine import agent_files
+from lockstep.engine import agent_files, epochs
 from lockstep.engine.checkpoint import RUN, Checkpointer
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.rundir import RunDir
+
+if TYPE_CHECKING:
+    from lockstep.engine.build import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -180,3 +184,44 @@ def read_about(checkpoint: Path) -> Mapping[str, Any]:
         raise TypeError("no configuration in it")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None
+
+
+def with_saved_batch(config: RunConfig, point: ResumePoint | None, about: dict[str, Any], *, world: int) -> RunConfig:
+    """Another number of workers keeps the global batch of its checkpoint; what the run is called stays as it was."""
+    if point and (rows := saved_rows(point, config)):
+        config = epochs.with_batch(config, rows, world=world)
+        about["batch_rows"] = epochs.batch_rows(config, world)
+    return config
+
+
+def about_of(point: ResumePoint | None) -> Mapping[str, Any]:
+    """The same of where to go on from; empty where nothing says it."""
+    with contextlib.suppress(DataError):
+        return read_about(point.checkpoint) if point and point.checkpoint.suffix != ".pt" else {}
+    return {}
+
+
+def with_saved_split(planned: Plan, point: ResumePoint | None) -> Plan:
+    """Where micro-batches are to be found: those that the run was begun with, as long as a step has as many rows."""
+    training, saved = planned.config.training, about_of(point).get("identity", {})
+    rows, count = saved.get("training.batch_size"), saved.get("training.grad_accum_nums")
+    if planned.auto_rows is None or not isinstance(rows, int) or not isinstance(count, int):
+        return planned
+    if rows * count != training.batch_size * training.grad_accum_nums:
+        return planned
+    changed = training.model_copy(update={"batch_size": rows, "grad_accum_nums": count})
+    return replace(planned, config=planned.config.model_copy(update={"training": changed}), auto_rows=rows)
+
+
+def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkpoint: Path) -> None:
+    """Refuse another global batch: each step would see other rows. Says what would fit."""
+    micro, count = config.training.batch_size, config.training.grad_accum_nums
+    rows = world * micro * count
+    if saved_rows is None or saved_rows == rows:
+        return
+    raise ConfigError(
+        f"the checkpoint has {saved_rows} rows in each global batch, this run {rows}: {world} workers x batch_size "
+        f"{micro} x grad_accum_nums {count}",
+        where=str(checkpoint),
+        hint=epochs.counts_that_fit(saved_rows, config, near=world),
+    )

@@ -6,13 +6,12 @@ import errno
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.config.load import replaced
 from lockstep.config.schema import RunConfig
-from lockstep.engine.build import Plan
 from lockstep.engine.fitting import GPUS, ROOM, Change, compiles
 from lockstep.engine.present import memory_estimate, shards
 from lockstep.errors import LockstepError, MemoryShortageError
@@ -21,6 +20,9 @@ from lockstep.models import shapes
 from lockstep.models.shapes import Memory, Shape
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, hardware
+
+if TYPE_CHECKING:
+    from lockstep.engine.build import Plan
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50, "EiB": 1 << 60}
 REQUEST = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.,]+) (bytes|[KMGTPE]iB)")  # torch on both devices; numpy

@@ -26,6 +26,7 @@ from lockstep.engine import (
     graphs,
     handover,
     loop,
+    micro_batch,
     present,
     replicas,
     resume,
@@ -97,11 +98,13 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
         loaded = settle.settled(loaded, decided)
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
             planned = plan(loaded, device)
-            fitting.check_memory(planned.config, planned.shape, device, shards=present.shards(system.mode, place))
+            least = micro_batch.least(planned)
+            fitting.check_memory(least, planned.shape, device, shards=present.shards(system.mode, place))
             link.tell_remedy(shortage.foreseen(shortage.work_of(planned, place), workers=place.local_world))
             run, point = folder.choose_run(group, planned, loaded, closing)
             if point:
                 handover.hand_over(point.checkpoint, group, place)
+                planned = resume.with_saved_split(planned, point)
             start_log(loaded, run)
             link.tell_run(run.root.absolute())
             result = train_in(run, planned, point, Surroundings(loaded, stop, group, link, place, listeners))
@@ -167,6 +170,7 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
             if around.first:
                 rundir.point_latest(run)  # a run that could not begin is not the latest
             parts = assembled.parts
+            planned = as_found(run, planned, assembled, first=around.first)
             announce(run, planned, assembled, point, loaded)
             train_parts(parts, planned, stop)
             replicas.compare(parts, around.group, mode=config.system.mode)
@@ -186,6 +190,18 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
                 raise
             raise explained from error
     return Result(run.root, parts.progress.step, parts.last.loss if parts.last else math.nan, parts.val_loss)
+
+
+def as_found(run: RunDir, planned: Plan, assembled: Assembled, *, first: bool) -> Plan:
+    """The plan with the micro-batches that were found, if they were to be; those of a run that begins are noted."""
+    if planned.auto_rows is None:
+        return planned
+    found = assembled.parts.config.training
+    changed = {"batch_size": found.batch_size, "grad_accum_nums": found.grad_accum_nums}
+    config = planned.config.model_copy(update={"training": planned.config.training.model_copy(update=changed)})
+    if first and not planned.auto_rows:
+        folder.note_split(run, config, assembled.built.notices[-1])
+    return replace(planned, config=config)
 
 
 def train_parts(parts: Parts, planned: Plan, stop: signals.StopRequest) -> None:

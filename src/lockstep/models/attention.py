@@ -76,17 +76,30 @@ def _choose(
         return "native_math", "attention: native_math (auto; model.use_flash_attention is false)"
     if device_type == "cpu":
         return "native_flash", "attention: native_flash (auto; torch's own kernel for the CPU)"
-    fastest = ["cudnn", "native_flash", "flex"] if not deterministic else ["flex", "native_flash"]
-    if drops:  # by the plain maths every probability would be written and read, several times
-        fastest.sort(key=NO_DROPOUT.__contains__)
     skipped: list[str] = []
-    for name in fastest:
+    for name in preferred(deterministic=deterministic, drops=drops):
         if not (reason := obstacle(name, device_type, dtype_name, head_dim)):
             repeats = deterministic or name == "flex"
             why = "same bits in every run" if repeats else "fastest that runs here; not bit-reproducible"
             return name, f"attention: {name} (auto; {why}{''.join(skipped)})"
         skipped.append(f"; not {name}: {reason}")
     return "native_math", f"attention: native_math (auto{''.join(skipped)})"
+
+
+def preferred(*, deterministic: bool, drops: bool = False) -> tuple[str, ...]:
+    """The kernels of a GPU that may be chosen where nothing is masked, the one that is fastest at most shapes first.
+
+    Where probabilities are dropped, those that cannot are last: by the plain maths every one would be written and read.
+    """
+    order = ("flex", "native_flash") if deterministic else ("cudnn", "native_flash", "flex")
+    return tuple(sorted(order, key=NO_DROPOUT.__contains__)) if drops else order
+
+
+def allowed(*, use_flash: bool, deterministic: bool, masked: bool) -> tuple[str, ...]:
+    """All that `auto` may choose from on a GPU, the plain maths last."""
+    if not use_flash:
+        return ("native_math",)
+    return MASKING if masked else (*preferred(deterministic=deterministic), "native_math")
 
 
 def _choose_masking(use_flash: bool, dtype_name: str, head_dim: int, masked: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from lockstep.models.shapes import DOCUMENTED_WEIGHTS, AgentShape, AnyShape, Enc
 from lockstep.runtime import hub
 
 Model = Llama | Encoder | Agent
+Choose = Callable[..., tuple[str, str]]  # as attention.resolve
 VARIANTS = 32
 
 
@@ -44,13 +45,15 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     documents_apart: bool = False,
     token: str | None = None,
     shard: Callable[[nn.Module], None] | None = None,
+    choose: Choose = attention.resolve,
 ) -> Built:
     """The model that `options` describe: laid out without memory, compiled block by block, given memory, filled.
 
-    `shard` cuts it before it gets any memory: a rank never holds more than its part.
+    `shard` cuts it before it gets any memory: a rank never holds more than its part. `choose` finds the attention
+    kernel, of whoever knows more than what is asked for here.
     """
     drops = isinstance(shape, AgentShape) and shape.attention_dropout > 0
-    kernel, attention_notice = attention.resolve(
+    kernel, attention_notice = choose(
         options.attention_backend,
         use_flash=options.use_flash_attention,
         device_type=device.type,
