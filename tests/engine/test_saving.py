@@ -299,8 +299,7 @@ def test_who_waits_for_a_save_shows_signs_of_life_as_long_as_it_does(
 
     saver.begin(1, State({"a": torch.ones(3)}, {}, {}), export=saving.Export(tmp_path / "x.pt", write))
     assert saver.land(Marks(), patience_seconds=1.0) is None
-    assert len(beats) >= 5
-    assert (beats[0], beats[-1]) == ("save", "communication"), "else this node is blamed for one that is lost"
+    assert (beats.count("save") >= 5, beats[-1]) == (True, "communication"), "else it is blamed for a lost node"
     assert saver.is_flying
     gate.set()
     saved = saver.land(Marks())

@@ -108,6 +108,8 @@ def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
             block.forward = torch.compile(block.forward, fullgraph=True, **how)
     if model.norm is not None and not sharded:
         model.norm.compile(fullgraph=True, **how)  # between the last block and the head: one kernel instead of six
+    if isinstance(model, Agent) and not sharded:
+        model.tok_embed.compile(fullgraph=True, **how)  # narrow blocks take no longer than eager look-ups before them
 
 
 def lay_out(shape: AnyShape, *, attention: str, dropout: float = 0.0, checkpointing: bool = False) -> Model:
