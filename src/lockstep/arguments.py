@@ -33,7 +33,7 @@ SHORTS = (
     Short("--device", "auto, cuda or cpu", "DEVICE"),
     Short("--gpus", "all, N, 0,2, auto or auto:memory; on the CPU N workers", "WHICH"),
     Short("--mode", "ddp, fsdp, hsdp or replicas", "MODE"),
-    Short("--precision", "auto, fp32, bf16 or fp16", "TYPE"),
+    Short("--precision", "auto, fp32, bf16, fp16 or fp8", "TYPE"),
     Short("--batch-size", "rows of a micro-batch", "N"),
     Short("--lr", "peak learning rate", "RATE"),
     Short("--model-path", "shape by name, folder or hub id", "NAME"),

@@ -39,7 +39,7 @@ DOCUMENTED = (
     Short("--save-dir", f"Directory to save checkpoints (default: {SAVE_DIR})", "DIR"),
 )
 OWN = (
-    Short("--precision", "auto, fp32, fp16 or bf16: stronger than the two words above", "TYPE"),
+    Short("--precision", "auto, fp32, fp16, bf16 or fp8: stronger than the two words above", "TYPE"),
     Short("--gradient-accumulation-steps", "Micro-batches per optimizer step (default: 1)", "INT"),
     Short("--resume", "Go on from the newest run with these settings, a run, or a .pt file", "[auto|PATH]", "auto"),
 )  # fmt: skip
@@ -125,7 +125,7 @@ class Lines:
         from lockstep.runtime import env
 
         world, precision = env.detect().world, str(fields["precision"])
-        half, bits = precision in ("fp16", "bf16"), {"fp64": 64}.get(precision, 32)
+        half, bits = precision in ("fp16", "bf16", "fp8", "fp8-rowwise"), {"fp64": 64}.get(precision, 32)
         epochs: float = getattr(self._config.training, "epochs", 0)
         length = f"{epochs:g} epochs" if epochs else f"{fields['max_steps']:,} steps"
         made = "loaded" if self._config.model.init == "pretrained" else "created"

@@ -136,7 +136,7 @@ def probe(config: RunConfig) -> Probe:
     from lockstep.engine.step import Stepper
     from lockstep.models.build import build
     from lockstep.runtime import determinism, faults, hardware
-    from lockstep.runtime.precision import Precision
+    from lockstep.runtime.precision import Precision, without_float8
 
     device = hardware.pick_device(config.system.device, config.system.device_id)
     planned = plan(Loaded(config, {}, (), "", config.family), device)
@@ -144,8 +144,8 @@ def probe(config: RunConfig) -> Probe:
     with determinism.mode(device, deterministic=config.system.deterministic, threads=config.system.threads):
         model = build(
             config.model.model_copy(update={"init": "random"}), planned.shape, device=device, seed=0,
-            dtype_name=training.precision, checkpointing=config.system.gradient_checkpointing, debug=True,
-            deterministic=bool(config.system.deterministic),
+            dtype_name=without_float8(training.precision), debug=True,  # and float8 is slow if not compiled
+            checkpointing=config.system.gradient_checkpointing, deterministic=bool(config.system.deterministic),
             documents_apart=config.data.documents in ("masked", "padded"),
         ).model  # fmt: skip
         precision = Precision(training.precision, device)

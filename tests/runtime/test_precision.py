@@ -37,9 +37,6 @@ def test_a_named_one_is_kept(name: str, has_bf16: dict[str, bool]) -> None:
 
 
 def test_refusals_name_the_key_and_the_way_out(has_bf16: dict[str, bool]) -> None:
-    with pytest.raises(ConfigError, match=r"training\.precision: fp8") as caught:
-        resolve("fp8", GPU)
-    assert "--precision bf16" in caught.value.hint
     has_bf16["bf16"] = False
     with pytest.raises(ConfigError, match="Tesla V100 has no bf16") as caught:
         resolve("bf16", GPU)
@@ -47,8 +44,38 @@ def test_refusals_name_the_key_and_the_way_out(has_bf16: dict[str, bool]) -> Non
     assert resolve("fp16", GPU) == "fp16"
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8-rowwise"])
+def test_float8_is_refused_where_no_products_of_it_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card: dict[str, tuple[int, int]] = {"capability": (8, 6)}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card["capability"])
+
+    def refusal(device: torch.device) -> str:
+        with pytest.raises(ConfigError, match=rf"training\.precision: {name}: ") as caught:
+            resolve(name, device)
+        assert caught.value.hint == "--precision bf16"
+        return str(caught.value)
+
+    assert "it needs a GPU" in refusal(CPU)
+    assert "a card has compute capability 8.6" in refusal(GPU)
+    card["capability"] = (8, 9)
+    if name == "fp8-rowwise":
+        assert "begin with 9.0" in refusal(GPU)
+        card["capability"] = (9, 0)
+    assert resolve(name, GPU) == name
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert "of another kind" in refusal(GPU)
+
+
+def test_what_is_left_of_float8_after_training() -> None:
+    kinds = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp8-rowwise")
+    assert [precision.for_measuring(kind) for kind in kinds] == ["fp32", "bf16", "fp16", "fp32", "bf16", "bf16"]
+    assert [precision.without_float8(kind) for kind in kinds] == ["fp32", "bf16", "fp16", "fp64", "bf16", "bf16"]
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("name", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8", torch.bfloat16)],
 )
 def test_the_context_computes_in_its_dtype(name: str, dtype: torch.dtype) -> None:
     mode = Precision(name, CPU)

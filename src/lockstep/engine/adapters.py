@@ -25,6 +25,7 @@ from lockstep.models.build import build as build_model
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import AnyShape, LlamaShape
 from lockstep.runtime import hub
+from lockstep.runtime.precision import without_float8
 
 BASE = "base_digest"
 
@@ -63,7 +64,7 @@ def load_model(
         config.model.model_copy(update={"compile": "off", "attention_backend": "auto"}),
         shape,
         device=place,
-        dtype_name=config.training.precision,
+        dtype_name=without_float8(config.training.precision),
         seed=config.system.seed,
         checkpointing=False,
         deterministic=False,

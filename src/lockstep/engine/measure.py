@@ -122,7 +122,7 @@ def measure_run(path: Path) -> Measured:
         seed=config.system.seed,
     )
     device = next(trained.model.parameters()).device
-    named = precision.resolve(options.precision if options.precision != "fp64" else "fp32", device)
+    named = precision.resolve(precision.for_measuring(options.precision), device)
     found = dict(evaluate(Judge(trained.model, objective, precision.Precision(named, device)), batches))
     doubts = getattr(objective, "suspicion", None)
     suspicion = doubts(found) if doubts else ""

@@ -9,7 +9,7 @@ from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WithJ
 
 from lockstep.config.section import Section, setting
 
-Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp64"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp64"]
 USUAL_ROWS, MOST_ROWS = 2, 1 << 20
 AUTO_ROWS = re.compile(r"auto(?::([1-9]\d{0,6}))?", re.ASCII)
 
@@ -79,7 +79,9 @@ class TrainingOptions(Section, frozen=True):
     max_grad_norm: float = setting(1.0, "Clip the gradient to this norm; 0 or less: no clipping.", le=1e9, ge=-1e9)
     precision: Precision = setting(
         "auto",
-        "auto: bf16 on GPUs that have it, fp32 on the CPU. fp16 scales the loss. Weights are fp32; fp64: for proofs.",
+        "auto: bf16 on GPUs that have it, fp32 on the CPU. fp16 scales the loss. fp8: as bf16, but the matrices of the "
+        "blocks are multiplied in float8, with a scale for each or (rowwise) for each row. Weights are fp32; fp64: for "
+        "proofs.",
     )
     save_interval: int = setting(
         100, "Steps between checkpoints; 0: only the last.", unit="steps", role="cosmetic", ge=0, le=1 << 40

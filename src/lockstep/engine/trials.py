@@ -36,7 +36,7 @@ from lockstep.report.logs import is_terminal
 from lockstep.runtime import torch_file
 from lockstep.runtime.hardware import pick_device
 from lockstep.runtime.marks import Marks, NoMarks
-from lockstep.runtime.precision import Precision, resolve
+from lockstep.runtime.precision import Precision, for_measuring, resolve
 from lockstep.worlds.table import World
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def at_rest(loaded: LoadedModel) -> tuple[Agent, Precision]:
     assert isinstance(loaded.model, Agent)
     device = next(loaded.model.parameters()).device
     named = loaded.config.training.precision
-    return whole_agent(loaded.model), Precision(resolve(named if named != "fp64" else "fp32", device), device)
+    return whole_agent(loaded.model), Precision(resolve(for_measuring(named), device), device)
 
 
 def checked_goal(goal_idx: int, goals: tuple[int, ...]) -> int:

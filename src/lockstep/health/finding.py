@@ -40,6 +40,7 @@ class Table:
         lowest, highest = math.inf, -math.inf
         for chunk in flat.split(CHUNK_ELEMENTS):  # a card that is full has no room for a copy
             if real:
+                chunk = chunk.float() if chunk.element_size() == 1 else chunk  # float8 has no arithmetic of its own
                 nans += int(torch.isnan(chunk).sum())
                 infs += int(torch.isinf(chunk).sum())
             finite = chunk[torch.isfinite(chunk)] if real else chunk

@@ -182,6 +182,7 @@ def flaws(tensor: torch.Tensor) -> Flaws:
     part = local(tensor.detach())
     if not part.is_floating_point() or part.is_meta or not part.numel():
         return False, False, False
+    part = part.float() if part.element_size() == 1 else part  # float8 has no arithmetic of its own
     if bool(torch.isfinite(torch.linalg.vector_norm(part))):  # without a copy; a norm may be too large by itself
         return False, False, False
     seen = torch.stack([torch.isnan(part).any(), torch.isposinf(part).any(), torch.isneginf(part).any()]).tolist()

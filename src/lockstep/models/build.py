@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.models import attention, hf, initialise, lora, microbert
+from lockstep.models import attention, float8, hf, initialise, lora, microbert
 from lockstep.models.agent import Agent
 from lockstep.models.encoder import Encoder
 from lockstep.models.llama import Llama
 from lockstep.models.options import DecoderOptions, ModelOptions
 from lockstep.models.shapes import DOCUMENTED_WEIGHTS, AgentShape, AnyShape, EncoderShape, LlamaShape, full_name
-from lockstep.runtime import hub
+from lockstep.runtime import hub, precision
 
 Model = Llama | Encoder | Agent
 Choose = Callable[..., tuple[str, str]]  # as attention.resolve
@@ -57,7 +57,7 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         options.attention_backend,
         use_flash=options.use_flash_attention,
         device_type=device.type,
-        dtype_name=dtype_name,
+        dtype_name=precision.without_float8(dtype_name),
         deterministic=deterministic,
         head_dim=shape.head_dim,
         documents_apart=documents_apart,
@@ -70,10 +70,14 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         model = lay_out(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)
     if dtype_name == "fp64":
         model.double()
+    notices = shape.notices()
+    compiled = options.compile == "on" or (options.compile == "auto" and device.type == "cuda" and not debug)
+    if dtype_name in precision.FLOAT8:
+        slow = "" if compiled else "; slow, because nothing is compiled"
+        notices += (float8.convert(model, dtype_name) + slow,)
     added = lora.wanted(options)
     if added and isinstance(model, Llama):
-        lora.attach(model, added, dtype_name=dtype_name)
-    compiled = options.compile == "on" or (options.compile == "auto" and device.type == "cuda" and not debug)
+        lora.attach(model, added, dtype_name=precision.without_float8(dtype_name))
     if compiled:
         compile_blocks(model, sharded=shard is not None)
     if shard is not None:
@@ -86,7 +90,7 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         weights_notice += f", frozen; additions of rank {added.lora_rank} learn"
         if options.init == "random":
             weights_notice += ": to nothing that is known yet (model.init=pretrained)"
-    return Built(model, (*shape.notices(), weights_notice, attention_notice), kernel, compiled)
+    return Built(model, (*notices, weights_notice, attention_notice), kernel, compiled)
 
 
 def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lockstep import rundir
 from lockstep.errors import OutputError
 from lockstep.models import initialise
+from lockstep.models.float8 import Float8Linear
 from lockstep.models.hf_names import their_names
 from lockstep.models.llama import Llama
 from lockstep.models.memory import LORA_MATRICES, lora_targets
@@ -45,6 +46,7 @@ class LoraLinear(nn.Module):
     def __init__(self, plain: nn.Linear, *, rank: int, alpha: float) -> None:
         super().__init__()
         self.weight, self.bias = plain.weight, plain.bias
+        self.product = plain.product if isinstance(plain, Float8Linear) else F.linear
         self.scale = alpha / rank
         like: dict[str, Any] = {"device": plain.weight.device, "dtype": plain.weight.dtype}
         self.lora_a = nn.Parameter(torch.empty(rank, plain.in_features, **like))
@@ -52,7 +54,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         low = F.linear(x, self.lora_a.to(x.dtype))
-        return F.linear(x, self.weight, self.bias) + F.linear(low, self.lora_b.to(x.dtype)) * self.scale
+        return self.product(x, self.weight, self.bias) + F.linear(low, self.lora_b.to(x.dtype)) * self.scale
 
 
 def wanted(options: ModelOptions) -> LladaOptions | None:

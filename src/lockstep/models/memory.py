@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from lockstep.models.options import ModelOptions
     from lockstep.models.shapes import Shape
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+FLOAT8 = ("fp8", "fp8-rowwise")  # what is kept for the backward pass is bf16 all the same
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8} | dict.fromkeys(FLOAT8, 2)
 STATE_BYTES = {"bf16": 4.0, "int8": 2 + 8 / 256}  # of both moments, with a scale each for blocks of 256
 LORA_MATRICES = {  # setting -> our name inside a block
     "q": "attention.wq",
@@ -118,6 +119,7 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
 ) -> Memory:
     """Memory of training with AdamW: weights, gradients and moments, and what a micro-batch leaves behind."""
     tokens, item = batch_size * context_length, ITEM_BYTES[dtype_name]
+    recast = dtype_name in FLOAT8  # in each pass, as recomputed blocks do
     layer = tokens * shape.layer_activation_bytes(item, compiled=compiled)
     residual = tokens * shape.hidden_size * item
     kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
@@ -129,11 +131,13 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
         weights=weights,
         gradients=gradients,
         moments=moments,
-        copies=_cast_bytes(shape, lora, item, checkpointing, compiled, 0 if sharing.standing_gradients else gradients)
-        + _gathered_bytes(shape, lora, dtype_name, sharing),
+        copies=_cast_bytes(
+            shape, lora, item, checkpointing or recast, compiled or recast,
+            0 if sharing.standing_gradients else gradients,
+        ) + _gathered_bytes(shape, lora, dtype_name, sharing),
         activations=kept + 3 * residual,
         head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=head_tokens <= chunk),
-    )
+    )  # fmt: skip
 
 
 def _logit_bytes(item: int, *, whole: bool) -> int:
@@ -160,7 +164,7 @@ def _states(shape: Shape, lora: Lora, dtype_name: str, optimizer_states: str) ->
 
 def _frozen_bytes(dtype_name: str) -> int:
     """Frozen matrices are kept in bf16 where the step computes in it."""
-    return 2 if dtype_name == "bf16" else max(4, ITEM_BYTES[dtype_name])
+    return 2 if dtype_name in ("bf16", *FLOAT8) else max(4, ITEM_BYTES[dtype_name])
 
 
 def _cast_bytes(shape: Shape, lora: Lora, item: int, checkpointing: bool, compiled: bool, later: int) -> int:

@@ -11,20 +11,44 @@ import torch
 from lockstep.errors import ConfigError
 
 GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 65536.0
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-rowwise": torch.bfloat16}
+FLOAT8 = {"fp8": (8, 9), "fp8-rowwise": (9, 0)}  # and the compute capability that its products begin with
 
 
 def resolve(asked: str, device: torch.device) -> str:
     """The precision that `auto` means here; a named one is honoured or refused."""
     if asked == "auto":
         return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    if asked == "fp8":
-        raise ConfigError("training.precision: fp8 is not in this version", hint="--precision bf16")
+    if asked in FLOAT8 and (reason := float8_obstacle(asked, device)):
+        raise ConfigError(f"training.precision: {asked}: {reason}", hint="--precision bf16")
     if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(
             f"training.precision: {torch.cuda.get_device_name(device)} has no bf16", hint="--precision fp16 or fp32"
         )
     return asked
+
+
+def float8_obstacle(asked: str, device: torch.device) -> str:
+    """Why this device cannot train with float8 products, or ''."""
+    if device.type != "cuda":
+        return "it needs a GPU that multiplies float8 numbers (NVIDIA Ada, Hopper or later)"
+    name, needed = torch.cuda.get_device_name(device), FLOAT8[asked]
+    if torch.version.hip:
+        return f"{name} has float8 numbers of another kind, which were never tried"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < needed:
+        return f"{name} has compute capability {major}.{minor}, and these products begin with {needed[0]}.{needed[1]}"
+    return ""
+
+
+def without_float8(name: str) -> str:
+    """The precision of all that float8 leaves as it is."""
+    return "bf16" if name in FLOAT8 else name
+
+
+def for_measuring(name: str) -> str:
+    """What a model that was trained so is measured in: float8 is for training, fp64 for proofs."""
+    return "fp32" if name == "fp64" else without_float8(name)
 
 
 @dataclass

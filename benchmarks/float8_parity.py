@@ -1,0 +1,120 @@
+"""Learning with float8 products beside bf16: real text, the same seeds, one verdict.
+
+Usage: python benchmarks/float8_parity.py [--precision fp8] [--steps 200] [--seeds 1,2,3] [--json F] [--break]
+Trains a model of 80 million parameters on the built-in corpus (the documentation inside Python), in bf16 and in float8
+with the same seeds: the same first weights, the same rows in the same order. Two losses count, the mean of the last 20
+steps and the validation; the mean of float8 over the seeds must lie within what bf16 reaches with them, and no seed may
+differ from its own in bf16 by more than that spread. Exit code 1 if not, 2 if there is no such GPU.
+--break gives all numbers of float8 scales that are far too large: a proof that passes then proves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.load import load
+from lockstep.engine.build import assemble, plan
+from lockstep.engine.evaluate import evaluate
+from lockstep.models import float8
+from lockstep.rundir import RunDir
+from lockstep.runtime import precision
+from lockstep.runtime.signals import StopRequest
+
+LAST = 20  # steps whose mean counts
+LOST = 2.0**18  # the largest number of a matrix becomes the smallest that e4m3 has
+SETTINGS: dict[str, Any] = {
+    "model.hidden_size": 1024, "model.num_layers": 6, "model.num_attention_heads": 16, "model.num_key_value_heads": 8,
+    "model.head_dim": 64, "model.intermediate_size": 2816, "training.context_length": 1024, "training.batch_size": 16,
+    "training.learning_rate": 1e-3, "training.warmup_steps": 20, "training.eval_batches": 4,
+    "training.save_interval": 0, "report.sample_prompt": "",
+}  # fmt: skip
+
+
+def trained(folder: Path, kind: str, seed: int, device: torch.device, changed: dict[str, Any]) -> dict[str, float]:
+    """One run that saves nothing: the two losses that count."""
+    own = {"system.device": device.type, "system.seed": seed, "training.precision": kind}
+    settings = {**SETTINGS, **changed, **own, "data.cache_dir": folder / "cache"}
+    loaded = load("llama", preset="demo", flags=[(key, str(value)) for key, value in settings.items()])
+    since = time.perf_counter()
+    run = RunDir(folder / f"{kind}-{seed}")
+    assembled = assemble(plan(loaded, device), run, point=None, sinks=[], stop=StopRequest())
+    parts = assembled.parts
+    try:
+        steps = range(loaded.config.training.max_steps)
+        pending = [parts.stepper.launch(step, parts.council.fetch(parts.batches, parts.stop)) for step in steps]
+        losses = [each.read().loss for each in pending]
+        validation = evaluate(parts.stepper, parts.validation)["loss"]
+    finally:
+        assembled.loader.close()
+    last = statistics.fmean(losses[-LAST:])
+    print(
+        f"{kind:12} seed {seed}: first {losses[0]:.4f}, mean of the last {LAST} {last:.4f}, validation "
+        f"{validation:.4f}; {time.perf_counter() - since:.1f} s",
+        *(line for line in assembled.built.notices if line.startswith("float8")),
+        sep="; ",
+        flush=True,
+    )
+    return {"train": last, "validation": validation}
+
+
+def broken(x: torch.Tensor, *args: Any, **named: Any) -> float8.Cast:
+    """A cast as it must not be."""
+    numbers, scale = RIGHT(x, *args, **named)
+    return (numbers.float() / LOST).to(numbers.dtype), scale * LOST
+
+
+RIGHT = float8.cast
+
+
+def within(what: str, plain: list[float], small: list[float]) -> bool:
+    """Say whether float8 is where bf16 is."""
+    low, high, mean = min(plain), max(plain), statistics.fmean(small)
+    furthest = max(abs(one - other) for one, other in zip(plain, small, strict=True))
+    good = low <= mean <= high and furthest <= high - low
+    print(
+        f"{'ok' if good else 'NOT THE SAME'}: {what}: bf16 {low:.4f} to {high:.4f}, mean "
+        f"{statistics.fmean(plain):.4f}, float8 {mean:.4f}; furthest from its own seed {furthest:.4f}, spread "
+        f"{high - low:.4f}"
+    )
+    return good
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="fp8", choices=sorted(precision.FLOAT8))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--break", dest="broken", action="store_true")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := precision.float8_obstacle(options.precision, device):
+        print(f"nothing is shown: {reason}")
+        return 2
+    if options.broken:
+        float8.cast = broken
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {options.steps} steps, seeds {seeds}")
+    since, found, changed = time.perf_counter(), {}, {"training.max_steps": options.steps}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("bf16", options.precision):
+            found[kind] = [trained(Path(folder), kind, seed, device, changed) for seed in seeds]
+    sides = {what: [[each[what] for each in found[kind]] for kind in found] for what in ("train", "validation")}
+    good = [within(what, *both) for what, both in sides.items()]
+    print(f"{time.perf_counter() - since:.0f} s in all")
+    if options.json:
+        options.json.write_text(json.dumps({"good": all(good), **found}, indent=1))
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

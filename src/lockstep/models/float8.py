@@ -1,0 +1,145 @@
+"""Linear layers whose three matrix products are of float8 numbers, on Hopper nearly twice as fast as of bf16.
+
+Shapes: M tokens, K inputs, N outputs; y_MN = x_MK w_NK^T.
+
+Weights stay what they are and are cast anew in each pass, as x and the gradient g are; a scale brings the largest
+number near the largest that the type has, and is a power of two, so that nothing is rounded but by the cast: forward
+and backward, compiled or not, a matrix becomes the same numbers. `tensorwise` has one scale for each matrix, `rowwise`
+one for each row of the left and each column of the right factor. x and w become e4m3; g, whose numbers are further
+apart, e5m2, and e4m3 where it has a scale for each row.
+
+The tensor cores want both factors stored along their common dimension: x and w as they are for y = x w^T, w and g
+turned over for dx = g w and dw = g^T x, and x turned over too. Nothing is done by hand for that: the casts are plain
+operations, written so that a cast that is wanted twice is the same expression, which the compiler computes once, writes
+in both layouts, and joins with the norm, SwiGLU or rotation it follows. Nothing is kept for the backward pass either
+but x and w, which are there anyway; the compiler keeps the scales. Without the compiler all of this is slow.
+
+A number that is not finite stays so, although casts saturate: beside an infinity all numbers are multiplied by zero,
+which makes NaN of it, and NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+
+ALIGNMENT = 16  # numbers: what the common dimension and the columns of a product must be multiples of
+EXPONENT = 0x7F800000  # the bits of an fp32 number without its sign and its digits: a power of two
+LEAST_PEAK = 2.0**-100  # of a matrix of zeros: its scale is finite, and so is that of a product of two
+
+Cast = tuple[Tensor, Tensor]  # numbers in float8, and what they are to be multiplied by
+
+
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, rowwise: bool = False) -> Tensor:
+    """As F.linear, in bf16 from float8 products; the gradient of the weight comes in fp32 or as it is kept."""
+    x_MK = x.flatten(0, -2)
+    tokens = x_MK.shape[0]
+    if missing := -tokens % ALIGNMENT:  # tokens are the common dimension of the weight's gradient
+        x_MK = F.pad(x_MK, (0, 0, 0, missing))
+    y_MN: Any = _Float8Linear.apply(x_MK, weight_NK, rowwise)
+    y = (y_MN[:tokens] if missing else y_MN).view(*x.shape[:-1], -1)
+    return y if bias_N is None else y + bias_N.to(y.dtype)
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, rowwise: bool) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.rowwise = rowwise
+        x, weight = cast(x_MK, along=1, rowwise=rowwise), cast(weight_NK, along=1, rowwise=rowwise)
+        return product(x, turned(weight))
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
+        ctx: Any, *grads: Any
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad_MN,), (x_MK, weight_NK), rowwise = grads, ctx.saved_tensors, ctx.rowwise
+        kind = torch.float8_e4m3fn if rowwise else torch.float8_e5m2
+        grad_x_MK = grad_weight_NK = None
+        if ctx.needs_input_grad[0]:
+            grad, weight = cast(grad_MN, kind, along=1, rowwise=rowwise), cast(weight_NK, along=0, rowwise=rowwise)
+            grad_x_MK = product(grad, weight).to(x_MK.dtype)
+        if ctx.needs_input_grad[1]:
+            grad, x = cast(grad_MN, kind, along=0, rowwise=rowwise), cast(x_MK, along=0, rowwise=rowwise)
+            wide = torch.bfloat16 if rowwise else torch.float32  # by rows there is no other; else no cast comes after
+            grad_weight_NK = product(turned(grad), x, out_dtype=wide).to(weight_NK.dtype)
+        return grad_x_MK, grad_weight_NK, None
+
+
+def cast(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, *, along: int, rowwise: bool) -> Cast:
+    """A matrix in float8. `along` is the common dimension of the product it is for, which one scale must hold along."""
+    peak = x.abs().amax(along, keepdim=True) if rowwise else x.abs().amax(-1).amax()  # by rows: joins with a norm
+    factor = torch.finfo(kind).max / peak.float().clamp(min=LEAST_PEAK)
+    factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)
+    return (x.float() * factor).to(kind), factor.reciprocal()
+
+
+def turned(matrix: Cast) -> Cast:
+    """Its transpose."""
+    numbers, scale = matrix
+    return numbers.t(), scale.reshape(scale.shape[::-1])  # not `t`: a side of one number keeps the stride of the other
+
+
+def product(left: Cast, right: Cast, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows of the left times columns of the right, each stored in one piece.
+
+    Sums are left to the tensor cores, which round them to fewer bits than fp32, in the gradients too. That it is less
+    than what the casts round is held by tests/gpu/test_cuda_float8.py, the learning by benchmarks/float8_parity.py.
+    """
+    multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage] - it has no other name
+    return multiply(
+        left[0].contiguous(), right[0].t().contiguous().t(), scale_a=left[1], scale_b=right[1],
+        out_dtype=out_dtype, use_fast_accum=True,
+    )  # fmt: skip
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose products are of float8 numbers; its parameters are those of the plain one."""
+
+    def __init__(self, plain: nn.Linear, *, rowwise: bool) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        self.weight, self.bias = plain.weight, plain.bias
+        self.product = partial(linear, rowwise=rowwise)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.weight, self.bias)
+
+
+def convert(model: nn.Module, precision: str) -> str:
+    """Give the blocks of a model float8 layers where their sizes allow it; the words that say how many there are.
+
+    Embeddings and the output matrix stay: they are where rounding hurts most.
+    """
+    blocks: Any = model.layers
+    places = [
+        (module, name, child)
+        for block in blocks
+        for module in block.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear)
+    ]
+    fitting = [place for place in places if fits(place[2])]
+    if not fitting:
+        raise ConfigError(
+            f"no matrix of this model's blocks has sides that are multiples of {ALIGNMENT}, as float8 needs",
+            where="training.precision",
+            hint="--precision bf16",
+        )
+    rowwise = precision == "fp8-rowwise"
+    for module, name, child in fitting:
+        setattr(module, name, Float8Linear(child, rowwise=rowwise))
+    scales = "a scale for each row" if rowwise else "one scale for each matrix"
+    others = len(places) - len(fitting)
+    rest = f"; {others} stay in bf16, having sides that are no multiples of {ALIGNMENT}" if others else ""
+    return f"float8: {len(fitting)} matrices of the blocks, {scales}{rest}"
+
+
+def fits(layer: nn.Linear) -> bool:
+    """Whether the tensor cores take all three products of it."""
+    return not (layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT)

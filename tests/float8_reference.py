@@ -1,0 +1,57 @@
+"""What a float8 layer must compute: by fp64, and by fp64 of numbers that were rounded to float8 before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.models import float8
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROUNDED = 0.004  # what bf16 rounds
+# What the casts round: e4m3 keeps 4 bits, 2.6 % on average, e5m2 3 bits, 5.2 %; each product has two of them.
+CAST = {False: {"y": (0.02, 0.05), "dx": (0.03, 0.08), "dw": (0.03, 0.08)},
+        True: {"y": (0.02, 0.05), "dx": (0.02, 0.05), "dw": (0.02, 0.05)}}  # fmt: skip
+SIZES = [(64, 48, 32), (1, 16, 16), (37, 256, 80), (128, 32, 176)]  # M, K, N
+
+
+def drawn(*shape: int, seed: int = 0, kind: torch.dtype = torch.bfloat16, device: str = "cpu") -> Tensor:
+    """Gaussian, each row of another size, 2^-2 to 2^2: one scale for all must hold them too."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-2, 3, (*shape[:-1], 1), generator=generator).float())
+    return (torch.randn(*shape, generator=generator) * sizes).to(device, kind)
+
+
+def computed(x: Tensor, weight: Tensor, grad: Tensor, *, rowwise: bool) -> dict[str, Tensor]:
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = float8.linear(x, weight, rowwise=rowwise)
+    dx, dw = torch.autograd.grad(y, (x, weight), grad)
+    assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, x.dtype, weight.dtype)
+    return {"y": y.detach(), "dx": dx, "dw": dw}
+
+
+def exact(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    x, weight, grad = x.double(), weight.double(), grad.double()
+    return {"y": x @ weight.T, "dx": grad @ weight, "dw": grad.T @ x}
+
+
+def rounded(x: Tensor, kind: torch.dtype, dims: tuple[int, ...]) -> Tensor:
+    """What is left of a matrix in float8, in fp64."""
+    peak = x.double().abs().amax(dims, keepdim=True)
+    factor = torch.exp2((torch.finfo(kind).max / peak).log2().floor())
+    return (x.double() * factor).float().to(kind).double() / factor
+
+
+def of_rounded(x: Tensor, weight: Tensor, grad: Tensor, *, rowwise: bool) -> dict[str, Tensor]:
+    """The same products of numbers that were rounded to float8 before, in fp64."""
+    rows, columns = ((1,), (0,)) if rowwise else ((0, 1), (0, 1))
+    kind = E4M3 if rowwise else E5M2
+    return {
+        "y": rounded(x, E4M3, rows) @ rounded(weight, E4M3, rows).T,
+        "dx": rounded(grad, kind, rows) @ rounded(weight, E4M3, columns),
+        "dw": rounded(grad, kind, columns).T @ rounded(x, E4M3, columns),
+    }
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())

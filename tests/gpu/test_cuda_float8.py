@@ -1,0 +1,211 @@
+"""Float8 layers on a real GPU: the tensor cores' products, compiled blocks, bits that repeat, and whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.errors import NonFiniteError
+from lockstep.models import float8
+from lockstep.models.build import Built, build
+from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
+from lockstep.models.shapes import resolve
+from lockstep.runtime import determinism, precision
+from tests.float8_reference import CAST, ROUNDED, SIZES, computed, drawn, error, exact, of_rounded
+from tests.gates.training import run
+
+CUDA = torch.device("cuda", 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or bool(precision.float8_obstacle("fp8-rowwise", CUDA)),
+        reason="needs a GPU that multiplies float8 numbers",
+    ),
+    pytest.mark.filterwarnings("ignore"),  # the compiler has its own
+]
+SUMS = 0.02  # what sums in the tensor cores lose, at most; the casts round 4 to 6 %
+KINDS = sorted(precision.FLOAT8)
+BOTH = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+LENGTH = 256
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+# ------------------------------------------------------------------------------------------------ the products
+
+
+def factors(tokens: int, width: int, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    weight = drawn(rows, width, seed=seed + 10, kind=torch.float32, device="cuda")
+    return drawn(tokens, width, seed=seed, device="cuda"), weight, drawn(tokens, rows, seed=seed + 20, device="cuda")
+
+
+@BOTH
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("tokens", "width", "rows"), [*SIZES, (4096, 1024, 2816), (1000, 512, 512)])
+def test_all_three_products(
+    tokens: int, width: int, rows: int, compiled: bool, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled:
+        monkeypatch.setattr(float8, "linear", torch.compile(float8.linear, fullgraph=True, dynamic=False))
+    for seed in range(2):
+        x, weight, grad = factors(tokens, width, rows, seed)
+        found = computed(x, weight, grad, rowwise=rowwise)
+        for name, expected in of_rounded(x, weight, grad, rowwise=rowwise).items():
+            assert error(found[name], expected) < ROUNDED + SUMS, name
+        if tokens * width < 1000:
+            continue  # too few numbers for an average
+        for name, expected in exact(x, weight, grad).items():
+            least, most = CAST[rowwise][name]
+            assert least < error(found[name], expected) < most, name
+
+
+@BOTH
+def test_long_sums_lose_less_than_the_casts_round(rowwise: bool) -> None:
+    """The production shape: 32,768 tokens are what the gradient of a weight is summed over, 14,336 what w2 sums."""
+    for sizes in ((32768, 1024, 512), (512, 14336, 1024)):
+        x, weight, grad = factors(*sizes)
+        found, expected = computed(x, weight, grad, rowwise=rowwise), of_rounded(x, weight, grad, rowwise=rowwise)
+        errors = {name: error(found[name], expected[name]) for name in expected}
+        print(sizes, "rowwise" if rowwise else "tensorwise", {name: f"{value:.5f}" for name, value in errors.items()})
+        assert all(value < SUMS for value in errors.values())
+        for _ in range(3):
+            again = computed(x, weight, grad, rowwise=rowwise)
+            assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_is_not_finite_stays_so(
+    bad: float, compiled: bool, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled:
+        monkeypatch.setattr(float8, "linear", torch.compile(float8.linear, fullgraph=True, dynamic=False))
+    touched = {0: ("y", "dw"), 1: ("y", "dx"), 2: ("dx", "dw")}
+    for place, names in touched.items():
+        given = factors(64, 48, 32)
+        given[place][3, 5] = bad
+        found = computed(*given, rowwise=rowwise)
+        assert {name for name, tensor in found.items() if not tensor.isfinite().all()} == set(names)
+    zeros = computed(*(tensor * 0 for tensor in factors(64, 48, 32)), rowwise=rowwise)
+    assert not any(tensor.any() for tensor in zeros.values())
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def made(options: ModelOptions, kind: str, *, deterministic: bool = False, checkpointing: bool = False) -> Built:
+    return build(
+        options, resolve(options, context_length=LENGTH), device=CUDA, dtype_name=kind, seed=5,
+        checkpointing=checkpointing, deterministic=deterministic, debug=False,
+    )  # fmt: skip
+
+
+def llama(**values: Any) -> LlamaOptions:
+    return LlamaOptions.model_validate(
+        {"model_path": "lockstep/tiny", "num_layers": 2, "hidden_size": 512, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1408, "init_std": 0.05, "compile": "on",
+         **values}
+    )  # fmt: skip
+
+
+def learnt(built: Built, *, rows: int = 4, length: int = LENGTH, seed: int = 0) -> tuple[float, Tensor]:
+    ids = torch.randint(5, 500, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
+    places = {"places_M": torch.arange(0, ids.numel(), 3).cuda()} if hasattr(built.model, "head") else {}
+    targets = ids.flatten()[places["places_M"]] if places else ids
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = built.model(ids, targets, **places)
+    named = [each for each in built.model.parameters() if each.requires_grad]
+    gradients = torch.autograd.grad(loss, named)
+    return float(loss.detach()), torch.cat([gradient.flatten().double() for gradient in gradients])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_compiled_blocks_compute_nearly_what_they_do_in_bf16(kind: str, deterministic: bool) -> None:
+    plain, built = (made(llama(), each, deterministic=deterministic) for each in ("bf16", kind))
+    assert built.compiled
+    seen = 0
+    for seed in range(4):
+        expected, found = learnt(plain, seed=seed), learnt(built, seed=seed)
+        assert found[0] == pytest.approx(expected[0], rel=5e-3)
+        assert 0.01 < error(found[1], expected[1]) < 0.2
+        frames = torch._dynamo.utils.counters["frames"]["total"]
+        assert seed == 0 or frames == seen, "compiled again"
+        seen = frames
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_same_bits_again(kind: str, checkpointing: bool) -> None:
+    with determinism.mode(CUDA, deterministic=True, threads=0):
+        built = made(llama(), kind, deterministic=True, checkpointing=checkpointing)
+        first = learnt(built)
+        for _ in range(5):
+            again = learnt(built)
+            assert again[0] == first[0]
+            assert torch.equal(again[1], first[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoders_additions_and_rows_of_any_length(kind: str) -> None:
+    encoder: dict[str, Any] = {"model_path": "lockstep/mlm-tiny", "hidden_size": 128, "num_attention_heads": 2,
+                               "dropout": 0.0, "init_std": 0.05, "compile": "on"}  # fmt: skip
+    llada = {"model_path": "lockstep/llada-tiny", "init_std": 0.05, "compile": "on"}
+    for options in (
+        EncoderOptions.model_validate(encoder),
+        LladaOptions.model_validate(llada),
+        LladaOptions.model_validate({**llada, "lora_rank": 4}),
+    ):
+        plain, built = made(options, "bf16"), made(options, kind)
+        for length in (LENGTH, 77):  # a number of tokens that is no multiple of 16
+            expected, found = learnt(plain, rows=3, length=length), learnt(built, rows=3, length=length)
+            assert found[0] == pytest.approx(expected[0], rel=5e-3)
+            assert 0.01 < error(found[1], expected[1]) < 0.3, (type(options), length)
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+SETTINGS: dict[str, Any] = {
+    "system.device": "cuda", "training.precision": "fp8", "data.dataset_name": "synthetic", "training.max_steps": 12,
+    "training.save_interval": 6, "training.eval_batches": 1, "report.sample_prompt": "", "data.num_workers": 0,
+    "model.compile": "on", "system.deterministic": True, "model.hidden_size": 256, "model.intermediate_size": 512,
+    "model.num_attention_heads": 4, "model.num_key_value_heads": 2, "model.head_dim": 64, "training.batch_size": 4,
+    "training.context_length": 256,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("shared_cache")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_repeats_its_bits_and_goes_on_with_them(tmp_path: Path, kind: str) -> None:
+    settings = {**SETTINGS, "training.precision": kind}
+    with determinism.mode(CUDA, deterministic=True, threads=0):
+        _, whole = run(tmp_path / "whole", settings)
+        _, again = run(tmp_path / "again", settings)
+        assert again.trace == whole.trace
+        torch.compiler.reset()  # as a process of its own would begin
+        _, rest = run(tmp_path / "rest", settings, point=tmp_path / "whole" / "checkpoints" / "step_00000006")
+        assert rest.trace == whole.trace[6:]
+        _, plain = run(tmp_path / "plain", {**settings, "training.precision": "bf16"})
+    assert plain.records[-1].loss == pytest.approx(whole.records[-1].loss, rel=0.05)
+    assert plain.records[-1].loss != whole.records[-1].loss
+    assert whole.records[-1].loss < whole.records[0].loss
+    assert whole.records[-1].mfu is None, "no share of a peak that these products do not have"
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_an_overflow_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = ("layers.1.mlp.w1.weight", "layers.1.mlp.w3.weight")
+    monkeypatch.setenv("LOCKSTEP_FAULT", ";".join(f"flip_weight@step=1,tensor={name},bit=30" for name in weights))
+    with pytest.raises(NonFiniteError):
+        run(tmp_path, {**SETTINGS, "system.deterministic": False})
+    assert "First bad value: layers.1.mlp (forward, mul" in caplog.text

@@ -1,0 +1,241 @@
+"""Float8 layers on the CPU, where torch computes the same products: against fp64, at the edges, and in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.models import float8
+from lockstep.models.build import Built, build
+from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
+from lockstep.models.shapes import memory_bytes, resolve
+from lockstep.runtime import precision
+from tests.float8_reference import CAST, ROUNDED, SIZES, computed, drawn, error, exact, of_rounded
+from tests.gates.training import run
+
+CPU = torch.device("cpu")
+BOTH = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+
+
+# ------------------------------------------------------------------------------------------------ the products
+
+
+@BOTH
+@pytest.mark.parametrize(("tokens", "width", "rows"), SIZES)
+def test_all_three_products(tokens: int, width: int, rows: int, rowwise: bool) -> None:
+    for seed in range(3):
+        x, weight, grad = drawn(tokens, width, seed=seed), drawn(rows, width, kind=torch.float32), drawn(tokens, rows)
+        found = computed(x, weight, grad, rowwise=rowwise)
+        for name, expected in of_rounded(x, weight, grad, rowwise=rowwise).items():
+            assert error(found[name], expected) < ROUNDED, name
+        if tokens * width < 1000:
+            continue  # too few numbers for an average
+        for name, expected in exact(x, weight, grad).items():
+            least, most = CAST[rowwise][name]
+            assert least < error(found[name], expected) < most, name
+
+
+@BOTH
+def test_a_wrong_scale_is_seen(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    x, weight, grad = drawn(64, 48), drawn(32, 48, kind=torch.float32), drawn(64, 32)
+    expected, right = of_rounded(x, weight, grad, rowwise=rowwise), float8.cast
+
+    def twice(*args: Any, **named: Any) -> float8.Cast:
+        numbers, scale = right(*args, **named)
+        return numbers, scale * 1.02
+
+    def saturated(x: Tensor, *args: Any, **named: Any) -> float8.Cast:
+        numbers, scale = right(x / 2, *args, **named)
+        return (numbers.float() * 2).clamp(-448, 448).to(numbers.dtype), scale
+
+    for wrong in (twice, saturated):
+        monkeypatch.setattr(float8, "cast", wrong)
+        found = computed(x, weight, grad, rowwise=rowwise)
+        assert all(error(found[name], expected[name]) > 2 * ROUNDED for name in expected), wrong
+
+
+def test_rows_and_a_bias() -> None:
+    x, weight, bias = drawn(3, 5, 7, 32), drawn(48, 32, kind=torch.float32), drawn(48, kind=torch.float32)
+    y = float8.linear(x, weight, bias)
+    assert y.shape == (3, 5, 7, 48)
+    assert error(y, F.linear(x.double(), weight.double(), bias.double())) < 0.05
+    plain = float8.linear(x.flatten(0, 2), weight)
+    assert torch.equal(y, (plain + bias.to(torch.bfloat16)).view(3, 5, 7, 48))
+
+
+def test_a_scale_for_each_row_keeps_rows_that_one_for_all_loses() -> None:
+    x, weight = drawn(32, 64), drawn(16, 64, kind=torch.float32)
+    x[5] *= 2.0**-30
+    lost, kept = (float8.linear(x, weight, rowwise=rowwise)[5] for rowwise in (False, True))
+    assert not lost.any()
+    assert error(kept, x[5].double() @ weight.double().T) < 0.1
+
+
+@BOTH
+@pytest.mark.parametrize("factor", [0.0, 2.0**-120, 2.0**-60, 2.0**60, 2.0**100])
+def test_numbers_of_any_size(factor: float, rowwise: bool) -> None:
+    x, weight, grad = drawn(32, 48) * factor, drawn(16, 48, kind=torch.float32), drawn(32, 16)
+    found, expected = computed(x, weight, grad, rowwise=rowwise), exact(x, weight, grad)
+    assert all(tensor.isfinite().all() for tensor in found.values())
+    if factor == 0:
+        assert not found["y"].any()
+    elif factor > float8.LEAST_PEAK:
+        assert error(found["y"], expected["y"]) < 0.06
+        assert error(found["dw"], expected["dw"]) < 0.08
+    assert error(found["dx"], expected["dx"]) < 0.08
+    nothing = computed(drawn(32, 48), weight, grad * 0, rowwise=rowwise)
+    assert not nothing["dx"].any()
+    assert not nothing["dw"].any()
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("place", "touched"), [("x", ("y", "dw")), ("weight", ("y", "dx")), ("grad", ("dx", "dw"))])
+def test_what_is_not_finite_stays_so(place: str, touched: tuple[str, ...], bad: float, rowwise: bool) -> None:
+    """Casts to float8 saturate: an infinity would become 448, and nobody would hear of it."""
+    given = {"x": drawn(32, 48), "weight": drawn(16, 48, kind=torch.float32), "grad": drawn(32, 16)}
+    given[place][3, 5] = bad
+    found = computed(**given, rowwise=rowwise)
+    for name, tensor in found.items():
+        assert tensor.isfinite().all() == (name not in touched), name
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def made(options: ModelOptions, kind: str, **values: Any) -> Built:
+    asked: dict[str, Any] = {"checkpointing": False, "deterministic": False, "debug": False, **values}
+    return build(options, resolve(options, context_length=32), device=CPU, dtype_name=kind, seed=1, **asked)
+
+
+def llama(**values: Any) -> LlamaOptions:
+    return LlamaOptions.model_validate({"model_path": "lockstep/tiny", "init_std": 0.05, **values})
+
+
+def learnt(built: Built, *, rows: int = 2, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
+    ids = torch.randint(0, 500, (rows, 32), generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = built.model(ids, ids)
+    named = {name: each for name, each in built.model.named_parameters() if each.requires_grad}
+    gradients = torch.autograd.grad(loss, list(named.values()))
+    return float(loss.detach()), dict(zip(named, gradients, strict=True))
+
+
+def all_of(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten().double() for gradient in gradients.values()])
+
+
+@pytest.mark.parametrize("kind", sorted(precision.FLOAT8))
+def test_a_model_computes_nearly_what_it_does_in_bf16(kind: str) -> None:
+    plain, built = made(llama(), "bf16"), made(llama(), kind)
+    assert [name for name, _ in built.model.named_parameters()] == [name for name, _ in plain.model.named_parameters()]
+    scales = "a scale for each row" if kind == "fp8-rowwise" else "one scale for each matrix"
+    assert f"float8: 28 matrices of the blocks, {scales}; slow, because nothing is compiled" in built.notices
+    output: Any = built.model.output
+    assert type(output) is nn.Linear, "the output matrix stays"
+    assert all(parameter.dtype == torch.float32 for parameter in built.model.parameters())
+    (loss, expected), (found_loss, found) = learnt(plain), learnt(built)
+    assert found_loss == pytest.approx(loss, rel=2e-3)
+    assert found_loss != loss
+    assert 0.01 < error(all_of(found), all_of(expected)) < 0.15
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler has its own
+def test_the_compiler_takes_a_block_whole_and_once() -> None:
+    built = made(llama(num_layers=1, compile="on"), "fp8")
+    assert built.compiled
+    eager = made(llama(num_layers=1), "fp8")
+    seen = 0
+    for seed in range(3):
+        (loss, expected), (found_loss, found) = learnt(eager, seed=seed), learnt(built, seed=seed)
+        assert found_loss == pytest.approx(loss, rel=2e-3)
+        assert error(all_of(found), all_of(expected)) < 0.15  # a number rounded another way in bf16 is one in float8
+        frames = torch._dynamo.utils.counters["frames"]["total"]
+        assert seed == 0 or frames == seen
+        seen = frames
+
+
+def test_recomputed_blocks_have_the_same_gradients() -> None:
+    kept, again = (learnt(made(llama(), "fp8", checkpointing=each)) for each in (False, True))
+    assert kept[0] == again[0]
+    assert all(torch.equal(kept[1][name], again[1][name]) for name in kept[1])
+
+
+def test_additions_to_frozen_float8_matrices() -> None:
+    values = {"model_path": "lockstep/llada-tiny", "lora_rank": 4, "init_std": 0.05}
+    plain, built = (made(LladaOptions.model_validate(values), kind) for kind in ("bf16", "fp8"))
+    frozen = {name: each.dtype for name, each in built.model.named_parameters() if not each.requires_grad}
+    assert frozen["layers.0.mlp.w1.weight"] == torch.bfloat16
+    (_, expected), (_, found) = learnt(plain), learnt(built)
+    assert set(found) == set(expected)
+    assert 0.01 < error(all_of(found), all_of(expected)) < 0.2
+
+
+def test_matrices_that_do_not_fit_stay_and_are_counted() -> None:
+    built = made(llama(model_path="lockstep/demo"), "fp8")
+    assert any("float8: 16 matrices of the blocks" in line and "; 12 stay in bf16" in line for line in built.notices)
+    learnt(built)
+    narrow = EncoderOptions.model_validate(
+        {"model_path": "lockstep/mlm-tiny", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    )
+    with pytest.raises(ConfigError, match="no matrix of this model's blocks") as caught:
+        made(narrow, "fp8")
+    assert caught.value.hint == "--precision bf16"
+
+
+def test_the_estimate_counts_no_copies_of_weights() -> None:
+    shape = resolve(LlamaOptions.model_validate({"model_path": "lockstep/base"}), context_length=32)
+    fixed: dict[str, Any] = {"batch_size": 1, "context_length": 32, "checkpointing": False, "compiled": True}
+    plain, small = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("bf16", "fp8"))
+    assert (small.states, small.activations, small.head) == (plain.states, plain.activations, plain.head)
+    assert small.copies == 2 * shape.vocab_size * shape.hidden_size < plain.copies
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+SETTINGS: dict[str, Any] = {
+    "training.precision": "fp8", "data.dataset_name": "synthetic", "training.max_steps": 6,
+    "training.save_interval": 3, "training.eval_batches": 1, "report.sample_prompt": "", "data.num_workers": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch, shared_cache: None) -> None:
+    """Through a door that users do not have."""
+    monkeypatch.setattr(precision, "float8_obstacle", lambda *_: "")
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
+def test_a_run_repeats_its_bits_and_goes_on_with_them(tmp_path: Path) -> None:
+    _, whole = run(tmp_path / "whole", SETTINGS)
+    _, again = run(tmp_path / "again", SETTINGS)
+    assert again.trace == whole.trace
+    _, rest = run(tmp_path / "rest", SETTINGS, point=tmp_path / "whole" / "checkpoints" / "step_00000003")
+    assert rest.trace == whole.trace[3:]
+    _, plain = run(tmp_path / "plain", {**SETTINGS, "training.precision": "bf16"})
+    assert [each.loss for each in plain.records] != [each.loss for each in whole.records]
+    with pytest.raises(ConfigError, match=r"training\.precision"):
+        run(
+            tmp_path / "other",
+            {**SETTINGS, "training.precision": "bf16"},
+            point=tmp_path / "whole" / "checkpoints" / "step_00000003",
+        )
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
+def test_a_number_that_is_not_finite_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An overflow between two float8 layers, in whose own operations the search must be able to look."""
+    weights = ("layers.1.mlp.w1.weight", "layers.1.mlp.w3.weight")
+    monkeypatch.setenv("LOCKSTEP_FAULT", ";".join(f"flip_weight@step=1,tensor={name},bit=30" for name in weights))
+    with pytest.raises(NonFiniteError):
+        run(tmp_path, SETTINGS)
+    assert "First bad value: layers.1.mlp (forward, mul" in caplog.text
