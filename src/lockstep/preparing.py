@@ -30,7 +30,7 @@ def prepare_data(loaded: Loaded, to: Path | None = None) -> int:
         decided = settle.decide(loaded.config)
         for line in settle.lines(decided):
             logger.warning("%s", line)
-        planned = plan(settle.settled(loaded, decided), torch.device("cpu"))
+        planned = plan(settle.settled(loaded, decided), torch.device("cpu"), trains=False)
         prepared = prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)
         if to is not None:
             for line in windows.export(planned.config, prepared, planned.objective, planned.shape.vocab_size, to):

@@ -93,3 +93,12 @@ def test_the_older_place_is_not_cleaned(lockstep: Cli, prepare: Cli, in_dir: Pat
     assert not (in_dir / ".cache" / "datasets" / KEY).exists()
     assert (in_dir / "cache" / "datasets" / KEY).is_dir()
     assert lockstep("prepare", "--clean").out == "Nothing to remove\n"
+
+
+def test_data_is_prepared_where_nothing_could_train_on_it(prepare: Cli, lockstep: Cli, in_dir: Path) -> None:
+    """On the login node of a cluster there is no GPU, which float8 needs."""
+    assert prepare("--precision", "fp8").code == ExitCode.DONE
+    assert len(list((in_dir / ".cache" / "datasets").glob("*/meta.json"))) == 1
+    refused = lockstep("train", "llama", "tiny", "--precision", "fp8", "--device", "cpu")
+    assert refused.code == ExitCode.USAGE
+    assert "--precision bf16" in refused.text

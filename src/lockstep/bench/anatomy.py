@@ -37,6 +37,7 @@ TABLE = (  # the first match counts; kernels of a GPU, then operations of a CPU
                r"linear|mv|addmv|dot|_addmm_activation|mkldnn_linear)\b"),
     (COPIES, r"copy_kernel|direct_copy|catarray|\baten::(copy_|_to_copy|to|clone|contiguous|cat|stack)\b"),
     (POINTWISE, r"elementwise|vectorized|reduce|norm|rope|rotary|swiglu|silu|gelu|softmax|dropout|index|gather|scatter|"
+                r"gammabeta|grad_weight|partials?_|"
                 r"embedding|sort|scan|cumsum|cumulative|arange|fill|where|distribution|philox|unique|triu|tril|flip|"
                 r"\baten::"),
 )  # fmt: skip

@@ -204,5 +204,5 @@ def prepare_all(chosen: Sequence[Workload], data: Path) -> None:
     device = torch.device("cpu")
     for workload in chosen:
         if workload.kind in ("train", "memory"):
-            planned = plan(configuration(workload, data, device="cpu"), device)
+            planned = plan(configuration(workload, data, device="cpu"), device, trains=False)
             prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)

@@ -78,10 +78,10 @@ class Plan:
     auto_rows: int | None = None  # training.batch_size auto: 0, to be found; else as the run that goes on was begun
 
 
-def plan(loaded: Loaded, device: torch.device) -> Plan:
-    """Resolve what the configuration leaves open."""
+def plan(loaded: Loaded, device: torch.device, *, trains: bool = True) -> Plan:
+    """Resolve what the configuration leaves open. Whoever only prepares data need not have what trains on it."""
     config = loaded.config
-    named = precision.resolve(config.training.precision, device)
+    named = precision.resolve(config.training.precision, device) if trains else config.training.precision
     training = config.training.model_copy(update={"precision": named})
     config = config.model_copy(update={"training": training})
     shape = shapes.resolve(config.model, context_length=config.training.context_length, token=hub_token(config))

@@ -18,7 +18,7 @@ BLOCK, WARPS = 2048, 8
 
 
 @triton.jit
-def _update(  # noqa: PLR0913 - Triton takes no structures
+def _adamw(  # noqa: PLR0913 - Triton takes no structures
     weights, gradients, firsts, seconds, numbers, count, decay, beta1, beta2, epsilon, BLOCK: tl.constexpr
 ):  # Triton reads the body; types are the caller's
     """One block of one tensor."""
@@ -68,7 +68,7 @@ def update(  # noqa: PLR0913 - a tensor's four parts and what AdamW is, by name
 ) -> None:
     """One step in place; `shared` is from `numbers`."""
     count = weights.numel()
-    kernel: Any = _update
+    kernel: Any = _adamw
     with torch.cuda.device(weights.device):
         kernel[(triton.cdiv(count, BLOCK),)](
             weights, gradient, first, second, shared, count, decay, *betas, epsilon, BLOCK=BLOCK, num_warps=WARPS

@@ -20,7 +20,7 @@ SHORT_BLOCK, SHORT_WARPS = 1024, 4  # for vocabularies that a large block would 
 
 
 @triton.jit
-def _row(  # noqa: PLR0913 - Triton takes no structures
+def _cross_entropy_row(  # noqa: PLR0913 - Triton takes no structures
     logits, targets, scales, losses, columns, stride, ignored: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr
 ):  # Triton reads the body; types are the caller's
     """One row's weighted loss and, where wanted, scale * (softmax - one-hot) in the place of its logits."""
@@ -63,7 +63,7 @@ def take_rows(logits_CV: Tensor, targets_C: Tensor, scales_C: Tensor, *, ignored
     if not rows:
         return losses_C
     block, warps = (BLOCK, WARPS) if columns >= BLOCK else (SHORT_BLOCK, SHORT_WARPS)
-    kernel: Any = _row
+    kernel: Any = _cross_entropy_row
     with torch.cuda.device(logits_CV.device):
         kernel[(rows,)](
             logits_CV, targets_C, scales_C, losses_C, columns, logits_CV.stride(0),
