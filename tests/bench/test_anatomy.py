@@ -32,6 +32,9 @@ from lockstep.kernels.linear_cross_entropy import linear_cross_entropy
 # as profilers of Hopper cards and CPUs print them
 NAMES = {
     "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT": PRODUCTS,
+    "_adamw": OPTIMIZER,
+    "_cross_entropy_row": ENTROPY,
+    "void at::native::(anonymous namespace)::compute_grad_weight<float, long>": POINTWISE,
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas": PRODUCTS,
     "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>": PRODUCTS,
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>": PRODUCTS,
