@@ -245,8 +245,12 @@ def main(arguments: Sequence[str]) -> int:
         CHILDREN[options.row](options.steps, Path(options.json))
         return 0
     from lockstep.bench.busy import check_quiet
+    from lockstep.errors import LockstepError
 
-    check_quiet([0], anyway=options.anyway)
+    try:
+        check_quiet([0], anyway=options.anyway)
+    except LockstepError as error:
+        parser.exit(1, f"{error}\n")
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}: {', '.join(ROWS)}")

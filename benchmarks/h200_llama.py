@@ -277,8 +277,12 @@ def main(arguments: Sequence[str]) -> int:
         Path(options.json).write_text(json.dumps(measure_peer(options.row, options)), encoding="utf-8")
         return 0
     from lockstep.bench.busy import check_quiet
+    from lockstep.errors import LockstepError
 
-    check_quiet([0], anyway=options.anyway)
+    try:
+        check_quiet([0], anyway=options.anyway)
+    except LockstepError as error:
+        parser.exit(1, f"{error}\n")
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     names += [name for name in ("batch8", "fp8") if getattr(options, name)]
     if unknown := [name for name in names if name not in NAMES]:

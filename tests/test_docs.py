@@ -76,8 +76,8 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     assert program == "lockstep", f"{command}: do not know how to run {program}"
     from lockstep.cli import main
 
-    trains = words[:1] == ["train"]
-    return main([*words, *FEW_STEPS] if trains else words)
+    few = FEW_STEPS if "--batch-size" not in words else [word for word in FEW_STEPS if "batch_size" not in word]
+    return main([*words, *few] if words[:1] == ["train"] else words)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,17 @@ def test_python_snippets_run(
     monkeypatch.setitem(sys.modules, "config", None)
     monkeypatch.delitem(sys.modules, "config")
     exec(compile(code, "<docs>", "exec"), {})
+
+
+def test_a_batch_size_that_a_page_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows make other commands quick; one about batch sizes would no longer be the command of the page."""
+    import lockstep.cli
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(lockstep.cli, "main", lambda words: seen.append(words) or 0)
+    for command in ("lockstep train llama tiny --batch-size auto", "lockstep train llama tiny"):
+        run_command(command, monkeypatch)
+    assert ["training.batch_size=2" in words for words in seen] == [False, True]
 
 
 def test_a_wrong_command_would_be_noticed(in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

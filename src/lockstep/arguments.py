@@ -34,7 +34,7 @@ SHORTS = (
     Short("--gpus", "all, N, 0,2, auto or auto:memory; on the CPU N workers", "WHICH"),
     Short("--mode", "ddp, fsdp, hsdp or replicas", "MODE"),
     Short("--precision", "auto, fp32, bf16, fp16 or fp8", "TYPE"),
-    Short("--batch-size", "rows of a micro-batch", "N"),
+    Short("--batch-size", "rows of a micro-batch; auto: the most that fit", "N"),
     Short("--lr", "peak learning rate", "RATE"),
     Short("--model-path", "shape by name, folder or hub id", "NAME"),
     Short("--data-path", "local text to train on; ad: folder of histories", "PATH"),

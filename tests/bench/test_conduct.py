@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
 
-from lockstep.bench import busy, scaling
+from lockstep.bench import busy, drive, scaling
 from lockstep.bench.scaling import Point, command_words, counts, point
 from lockstep.config.load import load
+from lockstep.engine import micro_batch
+from lockstep.engine.kernel_choice import Chooser
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.runtime import devices
+from lockstep.runtime import devices, hardware
+from lockstep.runtime.memory_limits import Bounds
 from tests.conftest import Outcome
 
 Run = Callable[..., Outcome]
@@ -48,6 +57,57 @@ def test_padding_is_no_token(lockstep: Run, tmp_path: Path) -> None:
     words = ("--steps", "2", "data.documents=padded", "--batch-size", "32", "--json", str(file))
     assert lockstep("bench", "mlm", "tiny", *CPU, *words).code == 0
     assert json.loads(file.read_text())["tokens_per_step"] == pytest.approx(32 * 64 * 0.244, rel=0.5)
+
+
+def test_what_a_run_measures_first_a_bench_does_too(
+    lockstep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split that fits, the fastest kernel, the recorded step: else the figures are those of another run."""
+    asked: list[str] = []
+    recorded: list[bool] = []
+
+    def choose(_: Chooser, backend: str, **__: Any) -> tuple[str, str]:
+        asked.append(backend)
+        return "native_math", "attention: native_math (a test)"
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(Chooser, "__call__", choose)
+    monkeypatch.setattr(drive.graphs, "choose", lambda *_, compiles: recorded.append(compiles))
+    monkeypatch.setattr(drive, "product_flops", lambda *_: 1e12)
+    monkeypatch.setattr(micro_batch, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(hardware, "memory_bounds", lambda _: Bounds(0, 80 << 30, "the card has"))
+    monkeypatch.setattr(hardware, "peak_memory_bytes", lambda _: 1 << 30)
+    words = ("--steps", "2", "--batch-size", "auto:3", "training.grad_accum_nums=4", "--json", str(tmp_path / "f.json"))
+    assert lockstep("bench", "llama", "tiny", *CPU, *words).code == 0
+    tree = json.loads((tmp_path / "f.json").read_text())
+    assert tree["batch"] == "12 rows x 1 x 64 (auto)"
+    assert tree["rows_per_step"] == 12
+    assert (tree["attention"], asked, recorded) == ("native_math", ["auto"], [True])
+
+
+def test_slow_products_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without a unit for bf16 took minutes for large products, and the bench with it."""
+    measured: list[int] = []
+
+    def rate_of(rate: float) -> Callable[..., float]:
+        return lambda _device, _dtype, count, *_: measured.append(count) or rate
+
+    for rate, wanted in ((7e8, [256]), (4e10, [256, 1024])):
+        measured.clear()
+        monkeypatch.setattr(drive, "_product_flops", rate_of(rate))
+        assert drive.product_flops(torch.device("cpu"), "bf16") == rate
+        assert measured == wanted
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-rowwise"])
+def test_float8_is_planned_only_for_a_gpu(lockstep: Run, kind: str) -> None:
+    words = ("train", "llama", "tiny", "--precision", kind, "--dry-run")
+    refused = lockstep(*words, "--device", "cpu")
+    assert refused.code == 2
+    assert "multiplies float8 numbers" in refused.err
+    planned = lockstep(*words, "--device", "cuda")
+    assert planned.code == 0
+    assert f"({kind}, GPU)" in planned.out
 
 
 def test_a_busy_cpu_is_refused(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +144,7 @@ def test_a_busy_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("bench", "llama", "tiny", "model.vocab_size=5"), 2, "5 ids leave none"),
         (("bench", "scaling", "llama", "tiny", "--workers", "1,two"), 2, "expected numbers of workers"),
         (("bench", "scaling", "llama", "tiny", "--workers", "0"), 2, "expected numbers of workers"),
+        (("bench", "scaling", "llama", "tiny", "--workers="), 2, "expected numbers of workers"),
     ],
 )
 def test_refusals(lockstep: Run, words: tuple[str, ...], code: int, said: str) -> None:
@@ -152,8 +213,15 @@ def test_a_token_is_not_passed_on(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("llama", preset="tiny").config
-    with pytest.raises(LockstepError, match=r"2 workers ended with code 2:(.|\n)*no preset or file"):
+    with pytest.raises(LockstepError, match=r"2 workers ended with code 2:(.|\n)*no preset or file") as caught:
         scaling.run(["llama", "nothing"], config, workers=2, steps=1, folder=tmp_path)
+    assert caught.value.hint == "lockstep train llama nothing --gpus 2"
+    answers = (137, f"first\nlog: {tmp_path}/workers-2/output.txt\nlast")
+    with monkeypatch.context() as patch:
+        patch.setattr(scaling, "_ended", lambda _: answers)
+        with pytest.raises(LockstepError, match=r"first\n    last\n") as caught:
+            scaling.run(["llama", "tiny"], config, workers=2, steps=1, folder=tmp_path)
+    assert str(tmp_path) not in str(caught.value), "a folder that is gone by then"
     monkeypatch.setattr(sys, "executable", "/bin/true")  # a control: a run that tells nothing is no figure
     with pytest.raises((LockstepError, OSError)):
         scaling.run(["llama", "tiny"], config, workers=1, steps=1, folder=tmp_path)
@@ -192,6 +260,40 @@ def test_scaling_by_real_launches(lockstep: Run, tmp_path: Path) -> None:
 def test_scaling_to_four_workers(lockstep: Run, tmp_path: Path) -> None:
     """Contract item 169."""
     run_scaling(lockstep, tmp_path, "1,2,4")
+
+
+def wait_until(happened: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, and theirs."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_who_is_asked_to_end_leaves_nobody_behind(tmp_path: Path, number: int, code: int) -> None:
+    """To the bench alone, as `kill` and batch systems do it; a run that it has started hears of it."""
+    command = [sys.executable, "-m", "lockstep", "bench", "scaling", "llama", "tiny", *CPU, "--workers=1,2"]
+    process = subprocess.Popen(
+        [*command, "--steps=100000"], env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_until(lambda: list(tmp_path.glob("lockstep-bench-*/workers-1/events.jsonl")), "the run has begun")
+        started = children(process.pid)
+        assert started
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    wait_until(lambda: not any(map(psutil.pid_exists, started)), "all have ended")
+    assert not list(tmp_path.glob("lockstep-bench-*"))
 
 
 def test_points_know_their_share() -> None:

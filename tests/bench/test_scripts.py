@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -126,6 +127,17 @@ def test_what_is_due_is_judged(families: ModuleType, capsys: pytest.CaptureFixtu
     assert not families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 8.1}})
     assert capsys.readouterr().out.count("MISSED") == 3
     assert not families.show("full", {"full": {"error": "exit code 1"}})
+
+
+@pytest.mark.parametrize("name", ["h200_llama", "h200_families"])
+def test_a_busy_machine_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 1.0, 1.0))
+    with pytest.raises(SystemExit, match="1"):
+        script(name).main([])
+    assert "this machine is busy" in capsys.readouterr().err
 
 
 def test_a_peer_ahead_of_ours_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from lockstep.bench import busy, scaling
 from lockstep.bench.show import scaling_table, table
 from lockstep.errors import ConfigError, ExitCode, OutputError
 from lockstep.guard import say
-from lockstep.runtime import devices, env
+from lockstep.runtime import devices, env, signals
 
 if TYPE_CHECKING:
     from lockstep.arguments import Setting
@@ -37,9 +37,10 @@ def bench(loaded: Loaded, arguments: Namespace, settings: Sequence[Setting]) -> 
     file = Path(arguments.json).expanduser() if arguments.json else None
     asked = Asked(arguments.steps, file, arguments.anyway)
     _check(asked)
-    if not (workers := getattr(arguments, "workers", "")):
-        return bench_one(loaded, asked)
-    return bench_scaling(loaded, asked, workers=workers, given=_named(loaded, arguments), settings=settings)
+    with signals.listening():  # who is asked to end leaves no run and no folder behind
+        if (workers := getattr(arguments, "workers", None)) is None:
+            return bench_one(loaded, asked)
+        return bench_scaling(loaded, asked, workers=workers, given=_named(loaded, arguments), settings=settings)
 
 
 def _named(loaded: Loaded, arguments: Namespace) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +22,9 @@ from lockstep.config.load import Loaded, replaced, to_dict
 from lockstep.contracts import Batch
 from lockstep.data.loader import Loader
 from lockstep.data.options import HistoryOptions
-from lockstep.engine import fitting, present, shortage
-from lockstep.engine.build import Plan, make_loader, make_stepper, plan, with_words
+from lockstep.engine import fitting, graphs, micro_batch, present, shortage
+from lockstep.engine.build import Plan, cut_batches, describe, kernels, make_loader, make_stepper, plan, with_words
+from lockstep.engine.kernel_choice import Chooser
 from lockstep.engine.prepare import Prepared, prepare
 from lockstep.engine.step import Pending, Stepper
 from lockstep.engine.timing import Clock
@@ -30,11 +33,15 @@ from lockstep.models.build import Built
 from lockstep.runtime import determinism, env, hardware
 from lockstep.runtime.group import Group
 from lockstep.runtime.marks import NoMarks
-from lockstep.runtime.precision import DTYPES
+from lockstep.runtime.precision import DTYPES, without_float8
 
 WARM_UP, PROFILED = 3, 3  # steps
-PRODUCTS = {"cuda": ((8192, 8192, 8192), (16384, 8192, 4096)), "cpu": ((1024, 1024, 1024),)}  # rows, inner, columns
-BLOCKS, BLOCK_PRODUCTS = 7, 10
+PRODUCTS = {  # rows, inner, columns; the small ones first
+    "cuda": ((2048, 2048, 2048), (8192, 8192, 8192), (16384, 8192, 4096)),
+    "cpu": ((256, 256, 256), (1024, 1024, 1024)),
+}
+BLOCKS, BLOCK_PRODUCTS, BLOCK_SECONDS = 7, 10, 0.1  # at most
+PATIENCE_SECONDS = 5.0  # a shape that would take longer is left out: many CPUs are slow in bf16, many cards in fp64
 WIDE = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -70,7 +77,7 @@ def measure(loaded: Loaded, *, steps: int, busy: Sequence[str] = ()) -> Figures:
         if hasattr(loaded.config.training, "epochs"):
             changed["training.epochs"] = 0
         planned = plan(replaced(loaded.config, changed), device)
-        fitting.check_memory(planned.config, planned.shape, device)
+        fitting.check_memory(micro_batch.least(planned), planned.shape, device)
         products = product_flops(device, planned.config.training.precision)
         try:
             with ready(planned, Path(folder)) as made:
@@ -83,9 +90,13 @@ def measure(loaded: Loaded, *, steps: int, busy: Sequence[str] = ()) -> Figures:
 
 @contextlib.contextmanager
 def ready(planned: Plan, folder: Path) -> Iterator[Ready]:
-    """The run that a plan describes, up to its first step, on made rows."""
+    """The run that a plan describes, up to its first step, on made rows; what that measures first, this does too."""
     planned, prepared = with_rows(planned, folder)
-    stepper, built = make_stepper(planned, Group(), NoMarks())
+    alone, about = Group(), describe(planned, prepared.key)
+    stepper, built = make_stepper(planned, alone, NoMarks(), choose=Chooser(planned, alone, {}, about))
+    cut = partial(cut_batches, planned, prepared, alone, 0)
+    place = micro_batch.Place(planned, built, stepper, alone, about | kernels(planned, built), cut)
+    planned, built = micro_batch.settled(place)
     loader = make_loader(planned, prepared, start_step=0)
     try:
         yield Ready(planned, stepper, built, loader)
@@ -111,6 +122,7 @@ def _figures(made: Ready, loaded: Loaded, *, steps: int, products: float, busy: 
     device, stepper, config = made.plan.device, made.stepper, made.plan.config
     since, first = time.perf_counter(), next(made.loader)
     stepper.rehearse(first)
+    graphs.choose(stepper, first, compiles=config.model.compile != "off")
     drive(stepper, made.loader, begin=0, steps=WARM_UP)
     synchronize(device)
     warmed = time.perf_counter() - since
@@ -123,14 +135,13 @@ def _figures(made: Ready, loaded: Loaded, *, steps: int, products: float, busy: 
         return PROFILED
 
     anatomy = dissect(stepper, some, wall_ms=1e3 * median)
-    precision = config.training.precision
     return Figures(
         subject=subject(made, loaded, busy),
         step_seconds=timed.seconds,
         rows_per_step=timed.rows,
         tokens_per_step=timed.tokens,
         flops=Flops.of(made.plan.shape, config.training.context_length, head_share=timed.head_share),
-        peak_flops=hardware.peak_flops(device, "bf16" if precision == "fp8" else precision),  # as peers count fp8
+        peak_flops=hardware.peak_flops(device, without_float8(config.training.precision)),  # as peers count fp8
         measured_flops=products,
         memory_bytes=memory,
         estimated_bytes=present.memory_estimate(config, made.plan.shape, compiled=made.built.compiled).total,
@@ -143,13 +154,14 @@ def subject(made: Ready, loaded: Loaded, busy: Sequence[str]) -> Subject:
     """What is measured, in words."""
     config, shape, options = made.plan.config, made.plan.shape, made.plan.config.training
     layers = f"{shape.num_layers} layer{'s' * (shape.num_layers != 1)}"
+    found = "" if made.plan.auto_rows is None else " (auto)"
     return Subject(
         family=config.family,
         preset=loaded.preset,
         settings=to_dict(config),
         model=f"{config.model.model_path}, {layers}, width {shape.hidden_size:,}",
         parameters=shape.parameters(),
-        batch=f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}",
+        batch=f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}{found}",
         precision=options.precision,
         attention=made.built.attention,
         compiled=made.built.compiled,
@@ -195,7 +207,10 @@ def synchronize(device: torch.device) -> None:
 def product_flops(device: torch.device, precision: str) -> float:
     """FLOP/s of matrix products alone: the best of a few large shapes, in the type of the step (fp8: in bf16)."""
     dtype = WIDE.get(precision) or DTYPES.get(precision, torch.bfloat16)
-    best = max(_product_flops(device, dtype, *sizes) for sizes in PRODUCTS[device.type])
+    best = 0.0
+    for sizes in PRODUCTS[device.type]:
+        if not best or BLOCKS * 2.0 * math.prod(sizes) < PATIENCE_SECONDS * best:
+            best = max(best, _product_flops(device, dtype, *sizes))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -205,16 +220,17 @@ def product_flops(device: torch.device, precision: str) -> float:
 
 def _product_flops(device: torch.device, dtype: torch.dtype, count: int, inner: int, columns: int) -> float:
     left = torch.randn(count, inner, device=device, dtype=dtype)
-    right = torch.randn(inner, columns, device=device, dtype=dtype)
+    right = torch.randn(columns, inner, device=device, dtype=dtype).t()  # as a layer's weights lie
     out = torch.empty(count, columns, device=device, dtype=dtype)
 
-    def block() -> None:
-        for _ in range(BLOCK_PRODUCTS):
+    def block(products: int) -> None:
+        for _ in range(products):
             torch.mm(left, right, out=out)
 
-    block()
-    seconds = statistics.median(_timed(block, device) for _ in range(BLOCKS))
-    return 2.0 * count * inner * columns * BLOCK_PRODUCTS / seconds
+    block(1)
+    products = max(1, min(BLOCK_PRODUCTS, int(BLOCK_SECONDS / _timed(partial(block, 1), device))))
+    seconds = statistics.median(_timed(partial(block, products), device) for _ in range(BLOCKS))
+    return 2.0 * count * inner * columns * products / seconds
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 WARM_UP = 5  # steps of a run that are nobody's figure
 MOST_WORKERS = 1024
 TAIL_LINES = 12  # of a run that failed
+GRACE_SECONDS = 20.0  # for a run that is not wanted any more: it saves
 
 
 @dataclass(frozen=True)
@@ -72,17 +74,33 @@ def run(words: Sequence[str], config: RunConfig, *, workers: int, steps: int, fo
     name = f"workers-{workers}"
     command = [sys.executable, "-m", "lockstep", "train", *words, f"--gpus={workers}", f"--out={folder}"]
     command += [f"--name={name}", f"--max-steps={WARM_UP + steps}"]
-    answer = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env.child(), check=False
-    )
-    if answer.returncode:
-        said = "\n".join(f"    {line}" for line in answer.stdout.splitlines()[-TAIL_LINES:])
+    code, said = _ended(command)
+    if code:
+        lasting = [f"    {line}" for line in said.splitlines() if str(folder) not in line]  # that goes with the bench
+        tail = "\n".join(lasting[-TAIL_LINES:])
         raise LockstepError(
-            f"training with {workers} workers ended with code {answer.returncode}:\n{said}", where="lockstep bench"
+            f"training with {workers} workers ended with code {code}:\n{tail}",
+            where="lockstep bench",
+            hint=f"lockstep train {' '.join(words[:2])} --gpus {workers}",
         )
     told = [event for event in read_events(RunDir(folder / name).events) if event["kind"] == "step"]
     training = config.training
     return point(told, workers=workers, samples=workers * training.batch_size * training.grad_accum_nums)
+
+
+def _ended(command: Sequence[str]) -> tuple[int, str]:
+    """The exit code of a run and what it said. Who leaves early asks it to end first: only it can end its workers."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env.child())
+    with process:
+        try:
+            said, _ = process.communicate()
+        except BaseException:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            process.kill()
+            raise
+    return process.returncode, said
 
 
 def point(told: Sequence[Mapping[str, Any]], *, workers: int, samples: int) -> Point:

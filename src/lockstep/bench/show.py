@@ -24,7 +24,7 @@ def table(figures: Figures) -> list[str]:
         ("attention", subject.attention + (", compiled" if subject.compiled else "")),
         ("tokens/s", f"{figures.tokens_per_second:,.0f}"),
         ("ms per step", f"{1e3 * figures.seconds:,.2f} median, {1e3 * p95(figures.step_seconds):,.2f} p95"
-                        f" ({len(figures.step_seconds)} steps)"),
+                        f" ({len(figures.step_seconds)} step{'s' * (len(figures.step_seconds) > 1)})"),
         ("mfu_palm", _share(figures.mfu_palm, figures.peak_flops)),
         ("mfu_causal", _share(figures.mfu_causal, figures.peak_flops)),
         ("of_measured_peak", _share(figures.of_measured_peak, figures.measured_flops, "measured here")),
