@@ -104,11 +104,36 @@ def test_a_damaged_entry_is_measured_again(gpu: Gpu) -> None:
         assert choose()[1].endswith(f"measured {measured.today()})")
 
 
+def test_a_kernel_that_cannot_be_timed_is_not_chosen_and_ends_nothing(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = {"cudnn"}
+
+    def milliseconds(kernel: str, _layer: Layer, _device: torch.device) -> float:
+        if kernel in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+        return gpu.times[kernel]
+
+    monkeypatch.setattr(attention_timing, "milliseconds", milliseconds)
+    assert choose() == ("native_flash", "attention: native_flash (auto; 30.9 ms a layer; measured now)")
+    assert caplog.messages == ["attention: cudnn was not timed: CUDA out of memory. Tried to allocate 2.00 GiB"]
+    failing.add("native_flash")
+    assert choose()[0] == "cudnn", "as without a clock"
+    failing.clear()
+    assert choose()[1] == "attention: cudnn (auto; 14.5 ms a layer, native_flash 30.9; measured now)", "not kept"
+
+
 def test_both_ways_and_encoders_are_timed_at_their_own_shape(gpu: Gpu) -> None:
     choose(family="llada", **{"training.context_length": 1024})
     choose(family="mlm", **{"training.context_length": 1024, "model.max_position_embeddings": 1024})
     assert [layer.causal for _, layer in gpu.timed] == [False] * 4
     assert {layer.kv_heads == layer.heads for _, layer in gpu.timed[2:]} == {True}
+
+
+def test_float8_leaves_attention_in_bf16_which_is_timed(gpu: Gpu) -> None:
+    line = choose(facts={"dtype_name": "bf16"}, **{"training.precision": "fp8"})[1]
+    assert line.endswith("measured now)")
+    assert {layer.dtype_name for _, layer in gpu.timed} == {"bf16"}
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_a_card_that_is_nearly_full_is_not_filled() -> None:
 def test_a_rehearsal_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for precision in ("fp32", "fp16"):
         ours, other = make_stepper(precision=precision), make_stepper(precision=precision)
+        around = ours.exchange, ours.council
         for where in ("loss", "update"):
             with monkeypatch.context() as patch:
                 if where == "loss":
@@ -100,6 +101,12 @@ def test_a_rehearsal_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest
                 with pytest.raises(torch.OutOfMemoryError):
                     ours.rehearse_alone([make_batch(8, seed=1), make_batch(8, seed=2)])
             assert float(ours.optimizer.applied) == 0, "what was counted is taken back"
+            assert float(ours.halted) == 0, "or no step would ever change anything"
+            assert not ours.updating
+            assert all(parameter.grad is None for parameter in ours.model.parameters())
+            assert (ours.exchange, ours.council) == around
+            if ours.precision.scaler and other.precision.scaler:
+                assert ours.precision.scaler.state_dict() == other.precision.scaler.state_dict()
         ours.rehearse_alone([make_batch(8, seed=3)])
         for step in range(3):
             mine, theirs = (each.launch(step, [make_batch(8, seed=step)]).read() for each in (ours, other))
@@ -160,6 +167,24 @@ def test_the_next_start_tries_only_what_was_found(tmp_path: Path, tried: dict[st
     tried["rows"].clear()
     run(tmp_path / "four", {**TWELVE, "training.context_length": 24})
     assert tried["rows"][0] == [12], "another shape is another question"
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_what_was_found_beside_others_is_not_believed_when_they_have_left(
+    tmp_path: Path, tried: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows_with(taken: int, too_many: int) -> int:
+        monkeypatch.setattr(hardware, "memory_bounds", lambda _: Bounds(0, 80 << 30, "the card has", taken=taken))
+        tried["too_many"] = too_many
+        tried["rows"].clear()
+        return run(tmp_path / f"{taken}-{too_many}", TWELVE)[0].config.training.batch_size
+
+    assert rows_with(60 << 30, 3) == 2
+    assert rows_with((60 << 30) - (256 << 20), 100) == 2, "hardly more room is no reason"
+    assert tried["rows"] == [[2, 2]]
+    assert rows_with(0, 100) == 12
+    assert rows_with(0, 100) == 12
+    assert tried["rows"] == [[12]], "and this is what is known now"
 
 
 @pytest.mark.usefixtures("shared_cache")

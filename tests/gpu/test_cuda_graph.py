@@ -27,7 +27,7 @@ from lockstep.engine.parts import Parts
 from lockstep.engine.train import rehearse, train
 from lockstep.errors import NonFiniteError
 from lockstep.health.finding import from_json
-from lockstep.models.embedding import SummedRows
+from lockstep.models.embedding import SummedRows, sum_table
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism
 from lockstep.runtime.signals import StopRequest
@@ -168,6 +168,23 @@ def test_the_gradient_of_a_small_table(precision: torch.dtype) -> None:
     (got,) = torch.autograd.grad((found * weighing).sum(), weight)
     (wanted,) = torch.autograd.grad((expected * weighing.double()).sum(), weight)
     assert float((got - wanted).norm() / wanted.norm()) < (1e-6 if precision == torch.float32 else 1e-13)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_compiled_table_is_of_fp32(precision: torch.dtype) -> None:
+    """Not of what autocast lets the blocks multiply, in which large sums have few digits, or are infinite."""
+    generator = torch.Generator(CUDA).manual_seed(2)
+    ids = torch.randint(45, (64, 240, 5), device=CUDA, generator=generator)
+    table = sum_table(45, 64).to(CUDA)
+    weighing = torch.randn(64, 240, 64, device=CUDA, generator=generator) * 65536
+    with torch.no_grad():
+        table.weight.normal_(generator=generator)
+    (wanted,) = torch.autograd.grad((F.embedding(ids, table.weight).sum(-2) * weighing).sum(), table.weight)
+    table.compile(fullgraph=True)
+    with torch.autocast("cuda", dtype=precision):
+        found = table(ids)
+    (got,) = torch.autograd.grad((found * weighing).sum(), table.weight)
+    assert float((got - wanted).norm() / wanted.norm()) < 1e-5
 
 
 # -------------------------------------------------------------------------------------------------------- bad steps

@@ -1,13 +1,19 @@
-"""As much of Triton as the digest kernel uses, in numpy: runs each of its lines where there is no GPU."""
+"""As much of Triton as our kernels use, in numpy: runs each of their lines where there is no GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from lockstep import kernels
 
 
 class Values(np.ndarray):
@@ -20,6 +26,7 @@ class Values(np.ndarray):
 class Pointer:
     def __init__(self, memory: np.ndarray, places: Any = 0) -> None:
         self.memory, self.places = memory, places
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, places: Any) -> Pointer:
         return Pointer(self.memory, self.places + places)
@@ -36,21 +43,47 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, **constants: int) -> None:
-            assert num_warps in (1, 2, 4, 8)
-            given = [Pointer(arg.numpy()) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            assert num_warps in (1, 2, 4, 8, 16)
+            given = [_given(arg) for arg in args]
             for program in reversed(range(grid[0])):
                 number = np.int32(program)
                 self.language.program_id = lambda _axis, number=number: np.full((), number).view(Values)
-                self.body(*given, **constants)
+                with np.errstate(all="ignore"):  # a GPU warns of nothing
+                    self.body(*given, **constants)
 
         return launch
+
+
+def _given(arg: Any) -> Any:
+    """As Triton passes it on: a tensor is an address, whatever its strides, and a number of Python's is of 32 bits."""
+    if isinstance(arg, torch.Tensor):
+        behind = arg.untyped_storage().nbytes() // arg.element_size() - arg.storage_offset()
+        return Pointer(torch.as_strided(arg.detach(), (behind,), (1,)).numpy())
+    return np.float32(arg) if isinstance(arg, float) else arg
+
+
+@contextlib.contextmanager
+def module(patch: pytest.MonkeyPatch, name: str) -> Iterator[Any]:
+    """A module of lockstep.kernels whose kernels run here."""
+    full = f"lockstep.kernels.{name}"
+    with patch.context() as inside:
+        for each, made in make().items():
+            inside.setitem(sys.modules, each, made)
+        inside.delitem(sys.modules, full, raising=False)
+        inside.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+        loaded = importlib.import_module(full)
+        inside.setattr(kernels, name, loaded, raising=False)
+        yield loaded
+        inside.delitem(sys.modules, full)
 
 
 def make() -> dict[str, ModuleType]:
     """What to put into sys.modules."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
 
-    def load(pointer: Pointer, mask: np.ndarray, other: int) -> Values:
+    def load(pointer: Pointer, mask: np.ndarray | None = None, other: float = 0) -> Values:
+        if mask is None:
+            return np.asarray(pointer.memory[pointer.places]).view(Values)
         found = np.full(mask.shape, other, dtype=pointer.memory.dtype)
         found[mask] = pointer.memory[np.asarray(pointer.places)[mask]]
         return found.view(Values)
@@ -62,8 +95,23 @@ def make() -> dict[str, ModuleType]:
         with np.errstate(over="ignore"):
             pointer.memory[pointer.places] += np.int64(value)
 
+    def store(pointer: Pointer, value: Any, mask: np.ndarray | None = None) -> None:
+        if mask is None:
+            pointer.memory[pointer.places] = value
+        else:
+            pointer.memory[np.asarray(pointer.places)[mask]] = np.asarray(value)[mask]
+
     language.__dict__.update(
         constexpr=int,
+        float32=np.float32,
+        full=lambda shape, value, dtype: np.full(shape, value, dtype).view(Values),
+        maximum=np.fmax,  # as Triton's, which lets go of NaN
+        max=lambda values, axis: np.fmax.reduce(values, axis),
+        exp=np.exp,
+        log=np.log,
+        sqrt=np.sqrt,
+        where=lambda condition, one, other: np.where(condition, one, other).view(Values),
+        store=store,
         int64=np.int64,
         uint64=np.uint64,
         zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Values),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,3 +49,17 @@ def test_a_table_computes_the_same_with_and_without_it() -> None:
         table.weight.copy_(weight)
     assert torch.equal(table(ids), SummedRows.apply(ids, weight))
     assert [name for name, _ in table.named_parameters()] == ["weight"]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own compiler
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_a_compiled_table_has_its_gradient_in_fp32_whatever_the_blocks_compute_in(precision: torch.dtype) -> None:
+    """The compiler lets the backward pass multiply in what the forward pass did; sums in fp16 would overflow too."""
+    ids, weight, weighing = looked_up(6, torch.float32)
+    weighing = weighing * 65536
+    (wanted,) = torch.autograd.grad((F.embedding(ids, weight).sum(-2) * weighing).sum(), weight)
+    compiled: Any = torch.compile(SummedRows.apply, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=precision):
+        found = compiled(ids, weight)
+    (got,) = torch.autograd.grad((found * weighing).sum(), weight)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-1)

@@ -139,6 +139,18 @@ def test_the_head_acts_at_the_chosen_places(architecture: str, monkeypatch: pyte
     assert set(seen) == {(len(places), 64)}
 
 
+@pytest.mark.parametrize("per_target", [False, True])
+def test_scores_have_the_chunks_of_plain_operations(monkeypatch: pytest.MonkeyPatch, per_target: bool) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(encoder, "has_kernel", lambda _: True)
+    monkeypatch.setattr(encoder, "chunk_tokens", lambda _, *, in_place: asked.append(in_place) or 4)
+    inputs, documents = packed()
+    targets, places = chosen(inputs)
+    model = make(shape_of(ARCHITECTURES[0]))
+    model(inputs, targets, places_M=places, documents_BL=documents, per_target=per_target)
+    assert asked == [not per_target]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_place_at_all(architecture: str) -> None:
     model, (inputs, documents) = make(shape_of(architecture)), packed()

@@ -173,6 +173,21 @@ def test_ids_are_named_also_by_the_chunked_loss(monkeypatch: pytest.MonkeyPatch)
         make()(ids(2, 8), batch)
 
 
+@pytest.mark.parametrize(
+    ("how", "in_place"), [({}, True), ({"count_correct": True}, False), ({"per_target": True}, False)]
+)
+def test_scores_have_the_chunks_of_plain_operations(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, bool], in_place: bool
+) -> None:
+    """Where the loss has a kernel, scores have none: of its large chunks they would make copies in fp32."""
+    asked: list[bool] = []
+    monkeypatch.setattr(llama, "has_kernel", lambda _: True)
+    monkeypatch.setattr(llama, "chunk_tokens", lambda _, *, in_place: asked.append(in_place) or 4)
+    with torch.no_grad():
+        make()(ids(2, 8), ids(2, 8), **how)
+    assert asked == [in_place]
+
+
 def test_running_out_of_memory_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at the ids takes memory too, and would fail in turn."""
     model = make()

@@ -232,6 +232,29 @@ def test_slow_stretches_the_work_and_not_its_own_sleep(monkeypatch: pytest.Monke
     assert slept == [0.0, 2.0, 2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("factor", [1.3, 3, 20])
+def test_a_gpu_that_is_some_steps_behind_is_slowed_by_the_same(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """What is told is of a step that ended some time ago: of its time, its own sleep is none of the work."""
+    slept: list[float] = []
+    monkeypatch.setattr(faults, "_delay", slept.append)
+    armed = plan(f"slow@factor={factor}")
+    for step in range(12):
+        told = {"step_seconds": 1.0 + slept[step - 2], "of": step - 2} if step > 1 else {}
+        armed.at("loader", step, **told)
+        armed.at("forward", step)
+    assert slept == pytest.approx([0.0] * 2 + [factor - 1] * 10)
+
+
+def test_a_gpu_is_kept_busy_and_its_host_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles: list[int] = []
+    monkeypatch.setattr(faults.time, "sleep", lambda _: pytest.fail("the host runs ahead: nobody would notice"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_sleep", cycles.append, raising=False)
+    monkeypatch.setattr(faults, "_cycles_per_second", lambda: 2e9)
+    faults._delay(0.25)
+    assert cycles == [500_000_000]
+
+
 def test_oom_is_a_real_memory_error() -> None:
     with pytest.raises(MemoryError):
         plan("oom@step=0").at("forward", 0)

@@ -131,7 +131,7 @@ class Training:
         dump = errand.dump if errand.dump and errand.dump.workload == workload.name else None
         self.prints = KeepingPrints.of(self.stepper, interval=workload.interval, dump=dump)
         self.stepper.prints = self.prints
-        self._seconds = 0.0  # of the last step
+        self._seconds, self._of = 0.0, -1  # of the last step that was read
 
     @property
     def tensors(self) -> Named:
@@ -165,14 +165,14 @@ class Training:
     def _launch(self, step: int, previous: Pending | None) -> Launched:
         began = own_seconds()
         if self.stepper.faults.armed:
-            self.stepper.faults.at("loader", step, step_seconds=self._seconds)
+            self.stepper.faults.at("loader", step, step_seconds=self._seconds, of=self._of)
         pending = self.stepper.launch(step, self.batches[step % len(self.batches)])
         return Launched(step, pending, previous, own_seconds() - began)
 
     def _read(self, launched: Launched) -> Stamp:
         reading, step = launched.pending.read(), launched.step
         on_card = launched.pending.seconds(launched.previous)
-        self._seconds = launched.host_seconds if on_card is None else on_card
+        self._seconds, self._of = launched.host_seconds if on_card is None else on_card, step
         taken = list(self.prints.taken(step))
         sums = as_hex(taken[-1].read()) if taken else ""
         stamp = Stamp(step, reading.loss.hex(), reading.grad_norm.hex(), sums, self._seconds)

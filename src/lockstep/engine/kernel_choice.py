@@ -6,9 +6,13 @@ system.deterministic promises the same bits in every run, and so has a fixed ord
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lockstep.models import attention, attention_timing
 from lockstep.models.attention_timing import Layer
@@ -17,6 +21,8 @@ from lockstep.runtime import hardware, measured
 if TYPE_CHECKING:
     from lockstep.engine.build import Plan
     from lockstep.runtime.group import Group
+
+logger = logging.getLogger(__name__)
 
 COMPARED = ("cudnn", "native_flash")  # flex would have to be compiled for it, and is behind where these run
 LEAST_TOKENS = 512  # of a row: shorter ones spend too little time in attention for it to matter
@@ -39,11 +45,14 @@ class Chooser:
         common = self._runnable(facts)
         if (before := self._before()) in common:
             return before, f"attention: {before} (auto; as in the checkpoint)"
-        layer = self._layer()
+        layer = self._layer(facts["dtype_name"])
         compared = [name for name in COMPARED if name in common]
         if layer is None or facts["deterministic"] or len(compared) < 2:
             return attention.resolve(backend, **facts)
         times, day = self.group.together(lambda: self._times(compared, layer))
+        compared = [name for name in compared if math.isfinite(times[name])]
+        if not compared:
+            return attention.resolve(backend, **facts)
         best = attention_timing.fastest({name: times[name] for name in compared})
         others = "".join(f", {name} {times[name]:.3g}" for name in compared if name != best)
         return best, f"attention: {best} (auto; {times[best]:.3g} ms a layer{others}; measured {day})"
@@ -65,12 +74,12 @@ class Chooser:
         was, now = ((each.get("device_name"), _repeats(each)) for each in (self.saved, self.about))
         return str(self.saved.get("attention", "")) if was == now else ""
 
-    def _layer(self) -> Layer | None:
+    def _layer(self, dtype_name: str) -> Layer | None:
         training, length = self.plan.config.training, self.plan.config.training.context_length
         if length < LEAST_TOKENS:
             return None
         rows = max(1, min(training.batch_size, MOST_TOKENS // length))
-        return attention_timing.layer_of(self.plan.shape, rows=rows, length=length, dtype_name=training.precision)
+        return attention_timing.layer_of(self.plan.shape, rows=rows, length=length, dtype_name=dtype_name)
 
     def _times(self, compared: list[str], layer: Layer) -> tuple[dict[str, float], str]:
         """Milliseconds of each kernel, and when they were taken."""
@@ -87,9 +96,19 @@ class Chooser:
         times = known.get("milliseconds") if known else None
         if known and isinstance(times, dict) and all(isinstance(times.get(name), float) for name in compared):
             return times, known["day"]
-        times = {name: attention_timing.milliseconds(name, layer, device) for name in compared}
-        measured.keep(deciding, {"milliseconds": times})
+        times = {name: _milliseconds(name, layer, device) for name in compared}
+        if all(map(math.isfinite, times.values())):
+            measured.keep(deciding, {"milliseconds": times})
         return times, "now"
+
+
+def _milliseconds(kernel: str, layer: Layer, device: torch.device) -> float:
+    """Infinitely many where it fails at this shape, or for want of memory: to measure is no reason not to train."""
+    try:
+        return attention_timing.milliseconds(kernel, layer, device)
+    except RuntimeError as error:
+        logger.warning("attention: %s was not timed: %s", kernel, str(error).splitlines()[0][:200])
+        return math.inf
 
 
 def _repeats(about: Mapping[str, Any]) -> Any:

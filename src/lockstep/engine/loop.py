@@ -82,8 +82,10 @@ def launch(parts: Parts, step: int) -> Launched:
     began, council, link = time.perf_counter(), parts.council, parts.link
     link.enter("data", step)
     if parts.faults.armed:
-        took = parts.pace.recent if parts.device.type == "cuda" else parts.pace.own
-        parts.faults.at("loader", step, step_seconds=took)
+        if parts.device.type == "cuda" and parts.last:  # by the GPU's clock, of the last step that has ended
+            parts.faults.at("loader", step, step_seconds=parts.last.seconds, of=parts.last.step)
+        else:
+            parts.faults.at("loader", step, step_seconds=parts.pace.own)
     if due(step, parts.config.system.empty_cache_interval) and parts.device.type == "cuda":
         torch.cuda.empty_cache()
     batches = council.fetch(parts.batches, parts.stop)

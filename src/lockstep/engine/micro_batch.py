@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.runtime.group import Group
 
 ROOM = 0.92  # of the card: the rest is for what torch does not count
+MORE = 1.05  # times the room of a measurement: those who were on the card beside it have left, and more may fit now
 TRIED = 2  # micro-batches of a trial: the second one meets the gradients of the first
 DEVICES = ("cuda",)  # where running out of memory is an error that can be caught
 GIB = 2**30
@@ -187,7 +188,8 @@ def _look(at: Place, sizes: Sequence[int]) -> tuple[int, str]:
     names = at.everyone.gather(hardware.device_name(at.plan.device))
     cards = ", ".join(f"{names.count(name)} x {name}" if len(names) > 1 else name for name in sorted(set(names)))
     deciding = _deciding(at, rows=sizes[-1], cards=sorted(set(names)))
-    known = None if at.plan.auto_rows else measured.known(deciding)
+    room = min(at.everyone.gather(search.room))
+    known = None if at.plan.auto_rows else _of_such_room(measured.known(deciding), room)
     told = at.everyone.gather(known.get("rows") if known else at.plan.auto_rows and sizes[-1])
     trial = search.tried(told[0]) if told.count(told[0]) == len(told) and told[0] in sizes else None
     if trial is not None:
@@ -195,11 +197,17 @@ def _look(at: Place, sizes: Sequence[int]) -> tuple[int, str]:
     else:
         why, trial = f"largest that fits {cards}, measured now", search.largest()
         if trial and not at.plan.auto_rows:
-            measured.keep(deciding, {"rows": trial.rows, "peak_bytes": trial.peak})
+            measured.keep(deciding, {"rows": trial.rows, "peak_bytes": trial.peak, "room_bytes": room})
     attempts.end(trial.rows if trial else 1)
     if trial is None:  # the step will fail, and say what would help
         return 1, f"not even that fits {cards}"
     return trial.rows, f"{why}, peak {trial.peak / GIB:.1f} of {trial.card / GIB:.1f} GiB"
+
+
+def _of_such_room(found: measured.Entry | None, room: int) -> measured.Entry | None:
+    """What was found before, unless there is more room now. If there is less, the trial of it will tell."""
+    then = found.get("room_bytes") if found else None
+    return found if isinstance(then, int) and room <= MORE * then else None
 
 
 class Attempts:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.engine.moments import FIRST, SECOND
 from lockstep.engine.options import TrainingOptions
-from lockstep.runtime.parallel import local
+from lockstep.runtime.parallel import is_sharded, local
 
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # weights, gradient, moments
 
@@ -43,6 +43,7 @@ class AdamW:
         plain = [item for item in trained if item.ndim < 2 or id(item) in embeddings]
         exempt = {id(item) for item in plain}
         decayed = [item for item in trained if id(item) not in exempt]
+        self.sharded = any(is_sharded(parameter) for parameter in trained)  # asked once: it takes a while
         self.states = {id(item): self._make_states(item) for item in (*decayed, *plain)}
         self.groups = [
             Group(items, self._kept(items, FIRST), self._kept(items, SECOND), decay)
@@ -74,11 +75,13 @@ class AdamW:
         self.applied += 1
         self._shared = None  # a step's own
         for group in self.groups:
-            rows = [
-                (local(parameter), local(parameter.grad), first, second)
+            rows: list[Row] = [
+                (parameter, gradient, first, second)
                 for parameter, first, second in zip(group.parameters, group.exp_avgs, group.exp_avg_sqs, strict=True)
-                if parameter.grad is not None
+                if (gradient := parameter.grad) is not None
             ]
+            if self.sharded:
+                rows = [(local(weights), local(gradient), first, second) for weights, gradient, first, second in rows]
             if self.has_kernel and (large := self._update_large(rows, group.weight_decay, divisor, skip)):
                 rows = [row for row in rows if id(row[0]) not in large]
             if rows:

@@ -19,7 +19,7 @@ BLOCK, WARPS = 2048, 8
 
 @triton.jit
 def _adamw(  # noqa: PLR0913 - Triton takes no structures
-    weights, gradients, firsts, seconds, numbers, count, decay, beta1, beta2, epsilon, BLOCK: tl.constexpr
+    weights, gradients, firsts, seconds, numbers, count, decay, fresh1, beta2, fresh2, epsilon, BLOCK: tl.constexpr
 ):  # Triton reads the body; types are the caller's
     """One block of one tensor."""
     if tl.load(numbers + 4) > 0.0:  # skip: nothing is read, nothing changes
@@ -32,8 +32,8 @@ def _adamw(  # noqa: PLR0913 - Triton takes no structures
     weight = tl.load(weights + index, mask=inside, other=0.0)
     first = tl.load(firsts + index, mask=inside, other=0.0)
     second = tl.load(seconds + index, mask=inside, other=0.0)
-    first = first + (gradient - first) * (1.0 - beta1)
-    second = second * beta2 + gradient * gradient * (1.0 - beta2)
+    first = first + (gradient - first) * fresh1
+    second = second * beta2 + gradient * gradient * fresh2
     weight = weight - lr * decay * weight
     weight = weight - rate * first / (tl.sqrt(second) / root + epsilon)
     tl.store(weights + index, weight, mask=inside)
@@ -67,9 +67,10 @@ def update(  # noqa: PLR0913 - a tensor's four parts and what AdamW is, by name
     epsilon: float,
 ) -> None:
     """One step in place; `shared` is from `numbers`."""
-    count = weights.numel()
+    count, (beta1, beta2) = weights.numel(), betas
+    shares = 1.0 - beta1, beta2, 1.0 - beta2  # here in fp64: of an fp32 0.999 the difference to 1 has few digits left
     kernel: Any = _adamw
     with torch.cuda.device(weights.device):
         kernel[(triton.cdiv(count, BLOCK),)](
-            weights, gradient, first, second, shared, count, decay, *betas, epsilon, BLOCK=BLOCK, num_warps=WARPS
+            weights, gradient, first, second, shared, count, decay, *shares, epsilon, BLOCK=BLOCK, num_warps=WARPS
         )  # fmt: skip

@@ -35,7 +35,7 @@ def linear_cross_entropy(
 
     A bias of -inf forbids a token; whatever needs no gradient (such a bias, a frozen head) has none computed.
     """
-    if x_ND.shape[0] <= chunk_tokens and not has_kernel(x_ND):
+    if x_ND.shape[0] <= chunk_tokens and not (len(x_ND) and has_kernel(x_ND)):  # no tokens: gradients of zero
         return _plain_sum(F.linear(x_ND, weight_VD, bias_V), targets_N, token_weights_N)
     rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
     learnt = (x_ND, weight_VD) if bias_V is None else (x_ND, weight_VD, bias_V)
@@ -191,7 +191,7 @@ def _rows_on_gpu(
     from lockstep.kernels.cross_entropy_rows import take_rows
 
     scales_C = scale_C if peak is None else scale_C / peak
-    losses_C = take_rows(logits_CV, targets_C, scales_C, ignored=IGNORE, wants_gradient=wants_gradient)
+    losses_C = take_rows(logits_CV, targets_C.contiguous(), scales_C, ignored=IGNORE, wants_gradient=wants_gradient)
     return losses_C if peak is None else losses_C * peak, logits_CV if wants_gradient else None
 
 

@@ -53,8 +53,9 @@ class SummedRows(torch.autograd.Function):
     ) -> tuple[None, Tensor]:
         (grad_BLD,), (ids_BLF,) = grads, ctx.saved_tensors
         rows_V = torch.arange(ctx.rows, device=ids_BLF.device)
-        looked_up_BLV = (ids_BLF[..., None] == rows_V).sum(-2, dtype=grad_BLD.dtype)
-        return None, torch.bmm(looked_up_BLV.transpose(1, 2), grad_BLD).sum(0)
+        with torch.autocast(grad_BLD.device.type, enabled=False):  # which the compiler takes over from the forward pass
+            looked_up_BLV = (ids_BLF[..., None] == rows_V).sum(-2, dtype=grad_BLD.dtype)
+            return None, torch.bmm(looked_up_BLV.transpose(1, 2), grad_BLD).sum(0)
 
 
 def as_residual(x_BLD: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class Encoder(nn.Module):
                 return F.linear(self.head(x_BLD), self.tok_embed.weight, self.head.bias)
             assert places_M is not None, "targets have places"
             x_MD = self.head(x_BLD.flatten(0, 1)[places_M])
-            chunk = chunk_tokens(self.shape.vocab_size, in_place=has_kernel(x_MD))
+            chunk = chunk_tokens(self.shape.vocab_size, in_place=has_kernel(x_MD) and not per_target)
             score = score_targets if per_target else linear_cross_entropy
             return score(x_MD, self.tok_embed.weight, targets_M, chunk_tokens=chunk, bias_V=self.head.bias)
         except (IndexError, RuntimeError) as error:

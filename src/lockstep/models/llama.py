@@ -72,7 +72,8 @@ class Llama(nn.Module):
         """
         try:
             x_BLD = self._hidden(inputs_BL, documents_BL)
-            chunk, head_VD = chunk_tokens(self.shape.vocab_size, in_place=has_kernel(x_BLD)), self._head()
+            in_place = has_kernel(x_BLD) and not (per_target or count_correct)  # scores are by plain operations
+            chunk, head_VD = chunk_tokens(self.shape.vocab_size, in_place=in_place), self._head()
             bias_V = None if logit_bias_V is None else logit_bias_V.to(x_BLD.dtype)
             if places_M is None and targets is None:
                 return F.linear(x_BLD, head_VD, bias_V)

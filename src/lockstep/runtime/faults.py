@@ -150,8 +150,8 @@ class Plan:
         self.faults = faults
         self.armed = bool(faults)
         self._step = -1
-        self._step_seconds = 0.0
-        self._slept_seconds = 0.0
+        self._work_seconds = 0.0  # of a step, without what was slept in it
+        self._slept_seconds: dict[int, float] = {}  # by step: a GPU is some steps behind its host
         self._spent: set[Fault] = set()  # of those that strike once: what has struck in an earlier pass
         self._struck: set[Fault] = set()
 
@@ -172,15 +172,19 @@ class Plan:
                 leaves_first = sorted(model.named_modules(), key=lambda entry: any(entry[1].children()))
                 _pick(fault.module, dict(leaves_first), "module").register_forward_hook(self._poison(fault))
 
-    def at(self, where: str, step: int, *, step_seconds: float = 0.0) -> None:
-        """Once per step and place. `step_seconds` is how long the step before took; one place may tell it for all."""
+    def at(self, where: str, step: int, *, step_seconds: float = 0.0, of: int | None = None) -> None:
+        """Once per step and place. `step_seconds` is how long step `of` took, by default the one before.
+
+        One place may tell it for all.
+        """
+        if step_seconds:
+            slept = self._slept_seconds.get(self._step if of is None else of, 0.0)
+            self._work_seconds = max(0.0, step_seconds - slept)
         self._step = step
-        self._step_seconds = step_seconds or self._step_seconds
         for fault in self._due(step, where=where):
             if fault.kind == "slow":
-                work_seconds = max(0.0, self._step_seconds - self._slept_seconds)
-                self._slept_seconds = (fault.factor - 1) * work_seconds
-                _delay(self._slept_seconds)
+                self._slept_seconds[step] = (fault.factor - 1) * self._work_seconds
+                _delay(self._slept_seconds[step])
             elif fault.kind in STRIKES:
                 STRIKES[fault.kind](fault)
 
