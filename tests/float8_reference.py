@@ -55,3 +55,15 @@ def of_rounded(x: Tensor, weight: Tensor, grad: Tensor, *, rowwise: bool) -> dic
 
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
+
+
+def check_products(x: Tensor, weight: Tensor, grad: Tensor, *, rowwise: bool, sums: float = 0.0) -> None:
+    """All three products; `sums`: what adding them up may lose beside."""
+    found = computed(x, weight, grad, rowwise=rowwise)
+    for name, expected in of_rounded(x, weight, grad, rowwise=rowwise).items():
+        assert error(found[name], expected) < ROUNDED + sums, name
+    if x.numel() < 1000:
+        return  # too few numbers for an average
+    for name, expected in exact(x, weight, grad).items():
+        least, most = CAST[rowwise][name]
+        assert least < error(found[name], expected) < most, name

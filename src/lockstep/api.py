@@ -189,6 +189,7 @@ def sizes(loaded: Loaded) -> str:
     from lockstep.engine.options import AutoRows
     from lockstep.models import shapes
     from lockstep.runtime.devices import visible_gpus
+    from lockstep.runtime.options import NO_FLOAT8
 
     config, training = loaded.config, loaded.config.training
     if shapes.known(config.model.model_path) is None and not Path(config.model.model_path).is_dir():
@@ -196,10 +197,9 @@ def sizes(loaded: Loaded) -> str:
     shape = shapes.resolve(config.model, context_length=training.context_length)
     on_gpu = config.system.device == "cuda" or (config.system.device == "auto" and bool(visible_gpus()))
     precision = training.precision if training.precision in shapes.ITEM_BYTES else "bf16" if on_gpu else "fp32"
-    if precision.startswith("fp8") and not on_gpu:  # as the engine says
-        needs = "it needs a GPU that multiplies float8 numbers (NVIDIA Ada, Hopper or later)"
+    if precision.startswith("fp8") and not on_gpu:
         hint = "--precision bf16, or --device cuda to plan for one"
-        raise ConfigError(f"training.precision: {precision}: {needs}", hint=hint)
+        raise ConfigError(f"training.precision: {precision}: {NO_FLOAT8}", hint=hint)
     compiled = {"on": True, "off": False, "auto": on_gpu and not config.debug.enabled}[config.model.compile]
     is_auto = isinstance(training.batch_size, AutoRows)
     memory = shapes.memory_bytes(

@@ -15,7 +15,7 @@ from lockstep.models.build import Built, build
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import resolve
 from lockstep.runtime import determinism, precision
-from tests.float8_reference import CAST, ROUNDED, SIZES, computed, drawn, error, exact, of_rounded
+from tests.float8_reference import SIZES, check_products, computed, drawn, error, of_rounded
 from tests.gates.training import run
 
 CUDA = torch.device("cuda", 0)
@@ -55,15 +55,7 @@ def test_all_three_products(
     if compiled:
         monkeypatch.setattr(float8, "linear", torch.compile(float8.linear, fullgraph=True, dynamic=False))
     for seed in range(2):
-        x, weight, grad = factors(tokens, width, rows, seed)
-        found = computed(x, weight, grad, rowwise=rowwise)
-        for name, expected in of_rounded(x, weight, grad, rowwise=rowwise).items():
-            assert error(found[name], expected) < ROUNDED + SUMS, name
-        if tokens * width < 1000:
-            continue  # too few numbers for an average
-        for name, expected in exact(x, weight, grad).items():
-            least, most = CAST[rowwise][name]
-            assert least < error(found[name], expected) < most, name
+        check_products(*factors(tokens, width, rows, seed), rowwise=rowwise, sums=SUMS)
 
 
 @BOTH

@@ -8,6 +8,7 @@ from lockstep.config.section import Section, setting
 from lockstep.errors import ConfigError
 
 Deterministic = bool | Literal["canonical"]
+NO_FLOAT8 = "it needs a GPU that multiplies float8 numbers (NVIDIA Ada, Hopper or later)"
 
 
 class SystemOptions(Section, frozen=True):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.options import NO_FLOAT8
 
 GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 65536.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-rowwise": torch.bfloat16}
@@ -31,7 +32,7 @@ def resolve(asked: str, device: torch.device) -> str:
 def float8_obstacle(asked: str, device: torch.device) -> str:
     """Why this device cannot train with float8 products, or ''."""
     if device.type != "cuda":
-        return "it needs a GPU that multiplies float8 numbers (NVIDIA Ada, Hopper or later)"
+        return NO_FLOAT8
     name, needed = torch.cuda.get_device_name(device), FLOAT8[asked]
     if torch.version.hip:
         return f"{name} has float8 numbers of another kind, which were never tried"
