@@ -171,6 +171,11 @@ def in_training(arguments: argparse.Namespace, folder: Path) -> int:
     training.stepper.before_change = ways.saver.snapshot.before_change
     size = needed_bytes(ways.state)
     ways.saver.make_room(ways.state, ranks=1)
+    since = time.perf_counter()
+    while ways.saver.snapshot.is_pinning:
+        training.block(None, 1)
+    took = time.perf_counter() - since
+    print(f"memory for a copy is pinned after {took:.1f} s of training; a save before that waits for it")
     print(f"state of {size / 1e9:.1f} GB on {training.device}; stall of a save, each beside the same steps without")
     ours: list[float] = []
     for name in ["ours"] * arguments.rounds + ["torch.save", "dcp.save", "dcp.async_save"]:  # theirs take minutes

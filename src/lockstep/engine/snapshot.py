@@ -50,6 +50,11 @@ class Snapshot:
         """Whether there is memory that was pinned before, or will be in a moment."""
         return self._kept is not None or self._pinning is not None
 
+    @property
+    def is_pinning(self) -> bool:
+        """Whether a save would still have to wait for its memory."""
+        return self._pinning is not None and self._pinning.is_alive()
+
     def fits(self, state: State, *, ranks: int) -> bool:
         """Whether the memory of this machine has room for a copy by each of `ranks` of its processes."""
         return self.is_kept or ranks * needed_bytes(state) + SPARE_BYTES <= free_bytes()
