@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
-from lockstep.models import attention
 from lockstep.models.agent import Agent, Attention
 from lockstep.models.agent_shapes import AgentShape
 from lockstep.models.build import build, compile_blocks
@@ -215,13 +214,13 @@ def read_bytes(agent: Agent, *, bf16: bool) -> int:
 
 
 @pytest.mark.parametrize(("dropout", "said"), [(0.1, True), (0.0, False)])
-def test_who_asks_for_a_kernel_hears_what_runs(dropout: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_for_a_kernel_hears_what_runs(dropout: float, said: bool) -> None:
     """Flex attention drops no probabilities: the plain maths does it, and the notice says so."""
-    monkeypatch.setattr(attention, "resolve", lambda *_, **__: ("flex", "attention: flex, as asked"))
     options = AgentOptions(attention_dropout=dropout, compile="off")
     built = build(
         options, resolve(options, context_length=80), device=torch.device("cpu"), dtype_name="fp32", seed=1,
         checkpointing=False, deterministic=False, debug=False,
+        choose=lambda *_, **__: ("flex", "attention: flex, as asked"),
     )  # fmt: skip
     notice = "attention: flex, as asked; native_math in training, for model.attention_dropout"
     assert (notice in built.notices) == said
