@@ -32,6 +32,7 @@ def losses(trace: list[tuple[Any, ...]]) -> list[float]:
     return [float.fromhex(entry[1]) for entry in trace]
 
 
+@pytest.mark.slow
 def test_shards_and_copies(ranks: Pool, tmp_path: Path) -> None:
     copies, shards = (ranks(2, train, tmp_path / mode, {"system.mode": mode})[0] for mode in ("ddp", "fsdp"))
     assert losses(shards) == pytest.approx(losses(copies), rel=1e-4)
