@@ -13,7 +13,8 @@ from tests.launch import harness
 from tests.launch.test_faults import ROOT, start
 from tests.launch.test_signals import saved
 
-# As torchrun does: workers in sessions of their own, looked at every 100 ms; one fails, all are ended, exit code 1.
+# As torchrun does: workers in sessions of their own, looked at every 100 ms; one fails, all are ended, exit code 1. It
+# stays until they are gone, 30 s at most: a worker whose agent is dead dies with it, also while it saves.
 AGENT = """
 import os, signal, subprocess, sys, time
 def worker(rank):
@@ -24,6 +25,8 @@ workers = [worker(rank) for rank in range(2)]
 def end(*_):
     for worker in workers:
         worker.terminate()
+    for worker in workers:
+        worker.wait(30)
     sys.exit(1)
 signal.signal(signal.SIGTERM, end)
 while any(worker.poll() is None for worker in workers):
