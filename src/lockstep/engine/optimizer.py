@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lockstep.engine.moments import FIRST, SECOND
 from lockstep.engine.options import TrainingOptions
 from lockstep.runtime.parallel import is_sharded, local
 
-Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # weights, gradient, moments
+Columns = tuple[list[Any], list[Any], list[Any], list[Any]]  # weights, gradients, both moments
 
 
 @dataclass(frozen=True)
@@ -75,37 +76,38 @@ class AdamW:
         self.applied += 1
         self._shared = None  # a step's own
         for group in self.groups:
-            rows: list[Row] = [
-                (parameter, gradient, first, second)
-                for parameter, first, second in zip(group.parameters, group.exp_avgs, group.exp_avg_sqs, strict=True)
-                if (gradient := parameter.grad) is not None
-            ]
+            gradients = [parameter.grad for parameter in group.parameters]
+            columns: Columns = (group.parameters, gradients, group.exp_avgs, group.exp_avg_sqs)
+            if any(gradient is None for gradient in gradients):
+                columns = _only(columns, [gradient is not None for gradient in gradients])
             if self.sharded:
-                rows = [(local(weights), local(gradient), first, second) for weights, gradient, first, second in rows]
-            if self.has_kernel and (large := self._update_large(rows, group.weight_decay, divisor, skip)):
-                rows = [row for row in rows if id(row[0]) not in large]
-            if rows:
-                self._update_together(rows, group.weight_decay, divisor, skip)
+                weights, gradients, first, second = columns
+                columns = ([local(item) for item in weights], [local(item) for item in gradients], first, second)
+            if self.has_kernel:
+                columns = self._update_large(columns, group.weight_decay, divisor, skip)
+            if columns[0]:
+                self._update_together(columns, group.weight_decay, divisor, skip)
         self.applied -= skip
 
-    def _update_large(self, rows: list[Row], decay: float, divisor: torch.Tensor, skip: torch.Tensor) -> set[int]:
-        """Those tensors that are worth a launch each, by a kernel of our own; the ids of their weights."""
+    def _update_large(self, columns: Columns, decay: float, divisor: torch.Tensor, skip: torch.Tensor) -> Columns:
+        """Those tensors that are worth a launch each, by a kernel of our own; the others are returned."""
         from lockstep.kernels import adamw
 
-        options, done = self.options, set[int]()
+        options, small = self.options, list[bool]()
         betas = options.adam_beta1, options.adam_beta2
-        for row in rows:
-            if adamw.is_for(*row):
-                if self._shared is None:
-                    self._shared = adamw.numbers(self.lr, self.applied, divisor, skip, betas)
-                adamw.update(*row, self._shared, decay=decay, betas=betas, epsilon=options.adam_epsilon)
-                done.add(id(row[0]))
-        return done
+        for row in zip(*columns, strict=True):
+            small.append(not adamw.is_for(*row))
+            if small[-1]:
+                continue
+            if self._shared is None:
+                self._shared = adamw.numbers(self.lr, self.applied, divisor, skip, betas)
+            adamw.update(*row, self._shared, decay=decay, betas=betas, epsilon=options.adam_epsilon)
+        return _only(columns, small)
 
-    def _update_together(self, rows: list[Row], decay: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+    def _update_together(self, columns: Columns, decay: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """By torch's kernel, which takes many tensors in one launch."""
         options = self.options
-        parameters, gradients, first, second = (list(column) for column in zip(*rows, strict=True))
+        parameters, gradients, first, second = columns
         if divisor.dtype == torch.float64:  # the kernel reads a divisor of 32 bits
             torch._foreach_div_(gradients, divisor)  # pyright: ignore[reportPrivateImportUsage]
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
@@ -146,3 +148,9 @@ class AdamW:
                 }
             )
         return {"state": state, "param_groups": groups}
+
+
+def _only(columns: Columns, wanted: list[bool]) -> Columns:
+    """Those rows of four lists that are wanted."""
+    weights, gradients, first, second = (list(compress(column, wanted)) for column in columns)
+    return weights, gradients, first, second
