@@ -15,7 +15,6 @@ import io
 import logging
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import warnings
@@ -152,15 +151,18 @@ def lightning(setting: Setting) -> None:
     trainer.fit(Wrapped(), loader)
 
 
-def per_step_ms(contender: Callable[[Setting], None], long: Setting, short: Setting) -> float:
-    """CPU milliseconds of one step: a long run less a short one, so that set-up cancels."""
-    seconds = []
-    for setting in (short, long):
-        before = cpu_seconds()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            contender(setting)
-        seconds.append(cpu_seconds() - before)
-    return 1e3 * (seconds[1] - seconds[0]) / (long.steps - short.steps)
+def cpu_of(contender: Callable[[Setting], None], setting: Setting) -> float:
+    """CPU seconds of one run."""
+    before = cpu_seconds()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        contender(setting)
+    return cpu_seconds() - before
+
+
+def per_step_ms(runs: list[tuple[float, float]], steps: int) -> float:
+    """Of long runs less short ones, so that set-up cancels; of each the quickest, as neighbours only ever slow it."""
+    long, short = (min(seconds) for seconds in zip(*runs, strict=True))
+    return 1e3 * (long - short) / steps
 
 
 def verdict(over_ms: float, limit_ms: float) -> int:
@@ -190,21 +192,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         long, short = Setting(Path(folder), options.steps), Setting(Path(folder), options.steps // 5)
         for contender in contenders.values():  # imports and first calls are nobody's step
-            per_step_ms(contender, long, short)
-        times: dict[str, list[float]] = {name: [] for name in contenders}
+            cpu_of(contender, short)
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for _ in range(options.rounds):
             for name, contender in contenders.items():
-                times[name].append(per_step_ms(contender, long, short))
+                runs[name].append((cpu_of(contender, long), cpu_of(contender, short)))
     load_average = os.getloadavg()[0]
     print(
         f"python {sys.version.split()[0]}, torch {torch.__version__}, load {load_average:.1f} on {os.cpu_count()} cores"
     )
-    base = statistics.median(times["bare PyTorch"])
+    times = {name: per_step_ms(found, long.steps - short.steps) for name, found in runs.items()}
+    base = times["bare PyTorch"]
     print(f"{'':14}{'ms CPU/step':>12}{'over bare':>12}{'ratio':>8}")
-    for name, values in times.items():
-        median = statistics.median(values)
-        print(f"{name:14}{median:12.3f}{median - base:+12.3f}{median / base:8.2f}")
-    return verdict(statistics.median(times["lockstep"]) - base, options.limit)
+    for name, ms in times.items():
+        print(f"{name:14}{ms:12.3f}{ms - base:+12.3f}{ms / base:8.2f}")
+    return verdict(times["lockstep"] - base, options.limit)
 
 
 if __name__ == "__main__":

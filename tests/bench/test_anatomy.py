@@ -112,6 +112,16 @@ def test_kernels_of_a_gpu_are_counted_once() -> None:
     assert sorted(kernels(events)) == [Piece("elementwise", "", 12.0), Piece("elementwise", OPTIMIZER, 30.0)]
 
 
+def test_a_kernel_that_several_ranges_name_is_counted_once() -> None:
+    """As the compiled update of compact moments: 2.5 s of kernels were once counted in a step of one."""
+    update, twice = event(UPDATE), [SimpleNamespace(name="triton_poi_fused_0", duration=30.0)]
+    events = [event("triton_poi_fused_0", 30.0, on_gpu=True), update, event("never seen", kernels=twice)]
+    events += [event(name, cpu_parent=update, kernels=twice) for name in ("Compiled Region", "triton_poi_fused_0")]
+    assert kernels(events) == [Piece("triton_poi_fused_0", OPTIMIZER, 30.0)]
+    absent = event("aten::add", cpu_parent=update, kernels=[SimpleNamespace(name="of another card", duration=9.0)])
+    assert kernels([update, absent]) == []
+
+
 def test_the_cross_entropy_is_found_by_what_runs_it() -> None:
     """The profiler names autograd functions after their class: of the real kernel, whatever it is called."""
     x, weight = torch.randn(40, 16, requires_grad=True), torch.randn(64, 16, requires_grad=True)

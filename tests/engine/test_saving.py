@@ -376,25 +376,3 @@ def test_the_first_rank_shows_what_another_one_failed_of(policy: str, caplog: py
         parts.saver = SimpleNamespace(land=fail)
         milestones._make_way(parts, strict=False)
     assert caplog.text.count("full (rank 1 on node)") == 1
-
-
-def test_pinned_memory_is_for_all_ranks_of_a_machine_and_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned, size = list[int](), 3 * snapshot.ALIGN_BYTES
-    monkeypatch.setattr(snapshot, "_pin", lambda room: pinned.append(room.numel()))
-    monkeypatch.setattr(snapshot, "_unpin", lambda room: pinned.remove(room.numel()))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(snapshot, "free_bytes", lambda: snapshot.SPARE_BYTES + 2 * size)
-    state = State({str(number): torch.ones(3) for number in range(3)}, {}, {})
-    for ranks, sharded in ((3, True), (2, True), (3, False)):
-        saver = Saver(Checkpointer(tmp_path, sharded=sharded), Snapshot(CPU))
-        saver.snapshot.on_cuda = True
-        saver.make_room(state, ranks=ranks)
-        assert saver.snapshot.is_kept is (ranks < 3 or not sharded)
-        if saver.snapshot.is_kept:
-            saver.snapshot._room(size)
-            assert pinned == [size]
-        saver.snapshot.free()
-        assert pinned == []
-        assert not saver.snapshot.is_kept

@@ -163,10 +163,12 @@ def kernels(events: Iterable[Any]) -> list[Piece]:
         elif event.device_type == DeviceType.CPU and event.kernels and (part := _inside(event, known)):
             for kernel in event.kernels:
                 inside[kernel.name, part] += kernel.duration
-    pieces = [Piece(name, part, us) for (name, part), us in inside.items() if name in totals]
-    for piece in pieces:
-        totals[piece.name] -= piece.us
-    return [*pieces, *(Piece(name, "", us) for name, us in totals.items() if us > 0)]
+    claimed = defaultdict[str, float](float)  # several ranges of the host may name one and the same kernel
+    for (name, _), us in inside.items():
+        claimed[name] += us
+    pieces = [Piece(name, part, us * min(1.0, totals[name] / claimed[name])) for (name, part), us in inside.items()]
+    rest = [Piece(name, "", us - claimed[name]) for name, us in totals.items()]
+    return [piece for piece in (*pieces, *rest) if piece.us > 0]
 
 
 def operations(events: Iterable[Any]) -> list[Piece]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -89,6 +90,7 @@ class Snapshot:
             self._pinning.join()
             self._pinning = None
         if self._kept is None or self._kept.numel() < size:
+            self.free()
             self._pin_room(size)
         assert self._kept is not None
         return self._kept
@@ -98,6 +100,8 @@ class Snapshot:
         room = torch.empty(size, dtype=torch.uint8).fill_(0)  # the system hands memory out when it is first written to
         _pin(room)
         self._kept = room
+        self._forget = weakref.finalize(self, _unpin, room)  # should nobody call `free`, after an error
+        self._forget.atexit = False
 
     def free(self) -> None:
         """Let the GPU forget what was kept: it would go on writing to these pages when others lie at their address."""
@@ -107,7 +111,7 @@ class Snapshot:
         if self._kept is not None:
             with contextlib.suppress(RuntimeError):  # of a GPU that has failed
                 self.wait()
-            _unpin(self._kept)
+            self._forget()
             self._kept = None
 
 
