@@ -51,9 +51,9 @@ def test_losses_and_gradients_of_rows(kernel: Any, columns: int) -> None:
     padded[:, :columns] = logits
     for each in (logits.clone(), padded[:, :columns]):
         before = each.clone()
-        told = kernel.take_rows(each, targets, scales, ignored=IGNORE, wants_gradient=False)
+        told = kernel.take_rows(each, targets, scales, ignored=IGNORE, gradient_factor=None)
         assert torch.equal(each, before), "nobody asked for a gradient"
-        again = kernel.take_rows(each, targets, scales, ignored=IGNORE, wants_gradient=True)
+        again = kernel.take_rows(each, targets, scales, ignored=IGNORE, gradient_factor=1.0)
         assert torch.equal(told, again)
         torch.testing.assert_close(told.double(), losses, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(each.double(), gradient, rtol=1e-4, atol=1e-5)
@@ -65,14 +65,14 @@ def test_forbidden_tokens_and_targets_outside(kernel: Any) -> None:
     scales += targets != IGNORE
     logits[:, :20], targets[targets != IGNORE] = -math.inf, 33
     losses, gradient = expected(logits, targets, scales)
-    told = kernel.take_rows(logits, targets, scales, ignored=IGNORE, wants_gradient=True)
+    told = kernel.take_rows(logits, targets, scales, ignored=IGNORE, gradient_factor=1.0)
     torch.testing.assert_close(told.double(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), gradient, rtol=1e-4, atol=1e-5)
     assert not logits[:, :20].any()
     for outside in (40, -1):
         fresh, _, _, _ = given(8, 40, seed=2)
         wrong = torch.full_like(targets, outside)
-        told = kernel.take_rows(fresh, wrong, scales + 1, ignored=IGNORE, wants_gradient=True)
+        told = kernel.take_rows(fresh, wrong, scales + 1, ignored=IGNORE, gradient_factor=1.0)
         assert told.isnan().all()
 
 
@@ -80,7 +80,7 @@ def test_forbidden_tokens_and_targets_outside(kernel: Any) -> None:
 def test_what_is_not_finite_stays_so(kernel: Any, bad: float) -> None:
     logits, targets, scales, _ = given(8, 40, seed=3)
     logits[2, 39] = bad
-    told = kernel.take_rows(logits, targets, scales + 1, ignored=IGNORE, wants_gradient=True)
+    told = kernel.take_rows(logits, targets, scales + 1, ignored=IGNORE, gradient_factor=1.0)
     assert not told[2].isfinite()
     assert told[[1, 3, 5]].isfinite().all()
 
@@ -121,3 +121,35 @@ def test_no_tokens_are_a_sum_and_gradients_of_zero(dtype: torch.dtype) -> None:
     assert not weight.grad.any()
     with torch.no_grad():
         assert float(linear_cross_entropy(x, weight, torch.empty(0, dtype=torch.int64), chunk_tokens=4)) == 0
+
+
+@pytest.mark.parametrize("announced", [1.0, 0.001, 0.003, -2.0])
+def test_a_factor_that_is_known_before_is_in_the_gradients_once(kernel: Any, announced: float) -> None:
+    """Whether the sum is then multiplied by it or by another one; the sum itself knows nothing of it."""
+    generator = torch.Generator().manual_seed(7)
+    x, weight = (torch.randn(rows, 12, generator=generator, requires_grad=True) for rows in (23, 45))
+    bias = torch.randn(45, generator=generator, requires_grad=True)
+    targets, learnt = torch.randint(45, (23,), generator=generator), (x, weight, bias)
+
+    def computed() -> list[Tensor]:
+        total = linear_cross_entropy(x.t().contiguous().t(), weight, targets, chunk_tokens=4, bias_V=bias)
+        return [total.detach(), *torch.autograd.grad(total * 0.001, learnt)]
+
+    wanted = computed()
+    with head.summands_of(announced):
+        found = computed()
+    assert torch.equal(found[0], wanted[0])
+    for got, other in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-8)
+    assert torch.equal(computed()[1], wanted[1]), "it ends with its block"
+
+
+def test_what_is_multiplied_already_is_left_as_it_is(kernel: Any) -> None:
+    numbers = torch.randn(3 * BLOCK + 5)
+    before = numbers.clone()
+    kernel.multiply(numbers, torch.tensor(0.1), done=0.1)
+    assert torch.equal(numbers, before)
+    kernel.multiply(numbers, torch.tensor(0.1), done=0.2)
+    torch.testing.assert_close(numbers, before / 2)
+    kernel.multiply(numbers, torch.tensor(math.nan), done=math.nan)
+    assert numbers.isnan().all(), "a loss that is not finite is seen"

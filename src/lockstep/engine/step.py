@@ -19,6 +19,7 @@ from lockstep.engine.options import TrainingOptions
 from lockstep.engine.schedule import learning_rates
 from lockstep.health.finite import GradientWatch
 from lockstep.health.prints import Prints
+from lockstep.kernels.linear_cross_entropy import summands_of
 from lockstep.runtime import faults
 from lockstep.runtime.determinism import reseed
 from lockstep.runtime.marks import Marks, NoMarks
@@ -210,13 +211,14 @@ class Stepper:
         first_place = first_place if first_place >= 0 else self.council.group.rank * len(batches)
         shares = {term: coefficient / max(1, weights[term]) for term, coefficient in self.objective.terms.items()}
         watched = {name: 1 / max(1, weights[term]) for name, term in self.watched.items()}
+        ahead = next(iter(shares.values())) if len(shares) == 1 and not scaler else 1.0
         self.exchange.zero()
         losses, measures = list[torch.Tensor](), list[torch.Tensor]()
         for index, batch in enumerate(batches):
             self.link.enter("forward")
             if step != RECORDED:
                 reseed(self.device, self.seed, step, first_place + index)
-            with self.precision.context():
+            with self.precision.context(), summands_of(ahead):
                 sums = self.objective.loss(self.model, batch.to(self.device))
             first, *others = (self.precision.widen(sums[term]) * share for term, share in shares.items())
             part = torch.stack([first, *others]).sum() if others else first

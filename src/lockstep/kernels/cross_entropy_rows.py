@@ -21,9 +21,18 @@ SHORT_BLOCK, SHORT_WARPS = 1024, 4  # for vocabularies that a large block would 
 
 @triton.jit
 def _cross_entropy_row(  # noqa: PLR0913 - Triton takes no structures
-    logits, targets, scales, losses, columns, stride, ignored: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr
-):  # Triton reads the body; types are the caller's
-    """One row's weighted loss and, where wanted, scale * (softmax - one-hot) in the place of its logits."""
+    logits,
+    targets,
+    scales,
+    losses,
+    columns,
+    stride,
+    factor,
+    ignored: tl.constexpr,
+    WANTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip - Triton reads the body; types are the caller's
+    """One row's weighted loss and, where wanted, factor * scale * (softmax - one-hot) in the place of its logits."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -43,6 +52,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - Triton takes no structures
     loss = tl.where(known, (normaliser - chosen) * scale, float("nan"))  # an id of no row is no loss: let it be seen
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
     if WANTED:
+        scale *= factor
         for first in range(0, columns, BLOCK):
             index = first + tl.arange(0, BLOCK)
             inside = index < columns
@@ -52,10 +62,24 @@ def _cross_entropy_row(  # noqa: PLR0913 - Triton takes no structures
             tl.store(logits + index, delta.to(logits.dtype.element_ty), mask=inside)
 
 
-def take_rows(logits_CV: Tensor, targets_C: Tensor, scales_C: Tensor, *, ignored: int, wants_gradient: bool) -> Tensor:
+@triton.jit
+def _multiply(numbers, gradient, done, count, BLOCK: tl.constexpr):  # types are the caller's
+    """One block times gradient / done, which is most often 1: then nothing is read."""
+    given = tl.load(gradient)
+    if given != done:
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < count
+        x = tl.load(numbers + index, mask=inside, other=0.0).to(tl.float32)
+        tl.store(numbers + index, (x * (given / done)).to(numbers.dtype.element_ty), mask=inside)
+
+
+def take_rows(
+    logits_CV: Tensor, targets_C: Tensor, scales_C: Tensor, *, ignored: int, gradient_factor: float | None
+) -> Tensor:
     """scale * cross-entropy of each row in fp32, 0 where the target is `ignored`.
 
-    Where gradients are wanted the logits are gone afterwards: their memory holds scale * (softmax - one-hot).
+    Where there is a factor for gradients the logits are gone afterwards: their memory holds factor * scale *
+    (softmax - one-hot).
     """
     assert logits_CV.stride(1) == 1
     rows, columns = logits_CV.shape
@@ -66,7 +90,17 @@ def take_rows(logits_CV: Tensor, targets_C: Tensor, scales_C: Tensor, *, ignored
     kernel: Any = _cross_entropy_row
     with torch.cuda.device(logits_CV.device):
         kernel[(rows,)](
-            logits_CV, targets_C, scales_C, losses_C, columns, logits_CV.stride(0),
-            ignored=ignored, WANTED=wants_gradient, BLOCK=block, num_warps=warps,
+            logits_CV, targets_C, scales_C, losses_C, columns, logits_CV.stride(0), float(gradient_factor or 0.0),
+            ignored=ignored, WANTED=gradient_factor is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return losses_C
+
+
+def multiply(numbers: Tensor, gradient: Tensor, *, done: float) -> None:
+    """Times a number on the GPU in place, of which the factor `done` is in there already."""
+    assert numbers.is_contiguous()
+    kernel: Any = _multiply
+    with torch.cuda.device(numbers.device):
+        kernel[(triton.cdiv(numbers.numel(), BLOCK),)](
+            numbers, gradient, float(done), numbers.numel(), BLOCK=BLOCK, num_warps=WARPS
+        )

@@ -12,6 +12,10 @@ scaler could lift them. It writes no `.grad`, because under activation checkpoin
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +24,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # a target that is none
+_AHEAD: ContextVar[float] = ContextVar("what sums are multiplied by before their backward pass", default=1.0)
+
+
+@contextmanager
+def summands_of(factor: float) -> Iterator[None]:
+    """Sums that are made here will be multiplied by this: where a kernel makes their gradients, it does it at once.
+
+    Otherwise a gradient as large as the output matrix is read and written once more. Any other factor is right too.
+    """
+    token = _AHEAD.set(factor)
+    try:
+        yield
+    finally:
+        _AHEAD.reset(token)
 
 
 def linear_cross_entropy(
@@ -96,8 +114,10 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> Tensor:
+        ctx.ahead = _AHEAD.get() if has_kernel(x_ND) else None
+        how: Any = {"wanted": ctx.needs_input_grad[:3], "ahead": ctx.ahead or 1.0}
         with torch.autocast(x_ND.device.type, enabled=False):
-            total, *ctx.gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, wanted=ctx.needs_input_grad[:3])
+            total, *ctx.gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, **how)
         return total
 
     @staticmethod
@@ -105,13 +125,18 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
         ctx: Any, *grads: Any
     ) -> tuple[Tensor | None, ...]:
-        """On a GPU scaled in place and let go: a gradient that nobody else holds becomes .grad without a copy."""
+        """By the kernel in place and let go: a gradient that nobody else holds becomes .grad without a copy."""
         (grad,), gradients = grads, ctx.gradients
-        if grad.device.type != "cuda":
+        if ctx.ahead is None:
             return *[None if each is None else each * grad for each in gradients], None, None, None, None
+        from lockstep.kernels.cross_entropy_rows import multiply
+
         assert gradients is not None, "one backward pass for each forward pass"
         ctx.gradients = None
-        return *[None if each is None else each.mul_(grad) for each in gradients], None, None, None, None
+        for each in gradients:
+            if each is not None:
+                multiply(each, grad, done=ctx.ahead)
+        return *gradients, None, None, None, None
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -128,20 +153,21 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     chunk_tokens: int,
     dtype: torch.dtype,
     wanted: tuple[bool, bool, bool] = (False, False, False),
+    ahead: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The sum and, where wanted, its gradients; only one chunk's logits exist at a time."""
+    """The sum and, where wanted, its gradients times `ahead`; only one chunk's logits exist at a time."""
     x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
     bias_low_V = None if bias_V is None else bias_V.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scale_N = (targets_N != IGNORE).to(wide)
     if token_weights_N is not None:
         scale_N = scale_N * token_weights_N
-    take_rows = _rows_on_gpu if has_kernel(x_ND) else _rows
+    take_rows = partial(_rows_on_gpu, ahead=ahead) if has_kernel(x_ND) else _rows
     peak: Tensor | None = None
     if take_rows is _rows or dtype == torch.float16:
         peak = scale_N.abs().max().clamp_min(1)  # weights of 1/p reach 1000: divided out, fp16 cannot overflow
     total = torch.zeros((), device=x_ND.device, dtype=wide)
-    grad_x_ND = torch.empty_like(x_ND) if wanted[0] else None
+    grad_x_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted[0] else None
     grad_weight_VD: Tensor | None = None
     grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
     for start in range(0, x_ND.shape[0], chunk_tokens):
@@ -185,13 +211,14 @@ def _rows(logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, peak: Tensor | 
 
 
 def _rows_on_gpu(
-    logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, peak: Tensor | None, *, wants_gradient: bool
+    logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, peak: Tensor | None, *, wants_gradient: bool, ahead: float
 ) -> Taken:
-    """By one kernel."""
+    """By one kernel; the gradient is also multiplied by `ahead`."""
     from lockstep.kernels.cross_entropy_rows import take_rows
 
     scales_C = scale_C if peak is None else scale_C / peak
-    losses_C = take_rows(logits_CV, targets_C.contiguous(), scales_C, ignored=IGNORE, wants_gradient=wants_gradient)
+    gradient_factor = ahead if wants_gradient else None
+    losses_C = take_rows(logits_CV, targets_C.contiguous(), scales_C, ignored=IGNORE, gradient_factor=gradient_factor)
     return losses_C if peak is None else losses_C * peak, logits_CV if wants_gradient else None
 
 
