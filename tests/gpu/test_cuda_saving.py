@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.config.load import load
 from lockstep.engine import checkpoint
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.saving import Saver
 from lockstep.engine.snapshot import Snapshot, needed_bytes
+from lockstep.engine.train import train
 from lockstep.runtime.marks import NoMarks
+from tests.gates.training import flags
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -56,3 +59,20 @@ def test_what_nobody_freed_is_not_pinned_any_more() -> None:
     del snapshot
     assert not room.is_pinned()
     assert int(runtime.cudaHostUnregister(address)) != 0
+
+
+def test_two_trainings_in_one_process_save_the_same(tmp_path: Path) -> None:
+    """The second has to get memory of its own pinned, at an address that the first may have had."""
+    settings = {
+        "system.device": "cuda", "system.deterministic": True, "training.max_steps": 8, "training.save_interval": 3,
+        "training.eval_interval": 0, "report.sample_prompt": "", "data.cache_dir": tmp_path / "cache",
+        "run.out": tmp_path / "runs",
+    }  # fmt: skip
+    found = list[State]()
+    for name in ("one", "two"):
+        train(load("llama", preset="tiny", flags=flags({**settings, "run.name": name})))
+        found.append(checkpoint.load(tmp_path / "runs" / name / "checkpoints" / "step_00000008"))
+    for part in ("model", "optimizer"):
+        one, two = (getattr(state, part) for state in found)
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
