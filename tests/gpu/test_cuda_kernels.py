@@ -177,18 +177,40 @@ def trained(steps: int, *, kernel: bool, skipped: int = -1, beta2: float = 0.95)
     return model, optimizer
 
 
+def plainly(steps: int, *, beta2: float) -> dict[str, list[Tensor]]:
+    """The same by its formulas in fp64: weights and both moments of the large tensor, then of the small one."""
+    found: dict[str, list[Tensor]] = {"weights": [], "exp_avg": [], "exp_avg_sq": []}
+    places = [(place, parameter.detach().double()) for place, parameter in enumerate(Two().parameters())]
+    for place, weights in places:
+        first, second = torch.zeros_like(weights), torch.zeros_like(weights)
+        for step in range(steps):
+            generator = torch.Generator(CUDA).manual_seed(step)
+            drawn = [torch.randn(other.shape, device=CUDA, generator=generator) for _, other in places]
+            gradient = drawn[place].double() / 3
+            first = 0.9 * first + 0.1 * gradient
+            second = beta2 * second + (1 - beta2) * gradient**2
+            weights = weights * (1 - 1e-2 * 0.1)
+            root = (second / (1 - beta2 ** (step + 1))).sqrt()
+            weights = weights - 1e-2 * first / (1 - 0.9 ** (step + 1)) / (root + 1e-8)
+        for kind, value in (("weights", weights), ("exp_avg", first), ("exp_avg_sq", second)):
+            found[kind].append(value)
+    return found
+
+
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
-def test_adamw_is_the_fused_one(beta2: float) -> None:
-    (model, ours), (reference, theirs) = (trained(20, kernel=kernel, beta2=beta2) for kernel in (True, False))
-    begun = Two()
-    for own, other, first in zip(model.parameters(), reference.parameters(), begun.parameters(), strict=True):
-        with torch.no_grad():
-            assert (own - other).norm() < 1e-6 * (other - first).norm()
-        for kind, held in ours.moments()[id(own)].items():
-            assert torch.allclose(held, theirs.moments()[id(other)][kind], rtol=1e-5, atol=1e-7)
-            assert distance(held, theirs.moments()[id(other)][kind].double()) < 1e-6
-    again, _ = trained(20, kernel=True, beta2=beta2)
-    assert torch.equal(model.large, again.large)
+def test_adamw_computes_its_formulas(beta2: float) -> None:
+    """Ours in fp32 nearly as in fp64; torch's takes 1 - beta2 in fp32, which is 1.3e-5 off for 0.999."""
+    expected, begun = plainly(20, beta2=beta2), Two()
+    for kernel, allowed in ((True, 1e-6), (False, 3e-5)):
+        model, optimizer = trained(20, kernel=kernel, beta2=beta2)
+        parameters = zip(model.parameters(), begun.parameters(), strict=True)
+        for place, (own, first) in enumerate(list(parameters)[: 1 if kernel else 2]):
+            moved = expected["weights"][place] - first.detach().double()
+            assert distance(own.detach() - first.detach(), moved) < allowed
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert distance(optimizer.moments()[id(own)][kind], expected[kind][place]) < allowed
+    (one, _), (again, _) = (trained(20, kernel=True, beta2=beta2) for _ in range(2))
+    assert torch.equal(one.large, again.large)
 
 
 def test_a_skipped_step_of_adamw_changes_nothing() -> None:
