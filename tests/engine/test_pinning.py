@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,8 @@ def test_pinned_memory_is_for_all_ranks_of_a_machine_and_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned, size = list[int](), 3 * snapshot.ALIGN_BYTES
-    monkeypatch.setattr(snapshot, "_pin", lambda room: pinned.append(room.numel()))
-    monkeypatch.setattr(snapshot, "_unpin", lambda room: pinned.remove(room.numel()))
+    monkeypatch.setattr(snapshot, "_pin", lambda room, _device: pinned.append(room.numel()))
+    monkeypatch.setattr(snapshot, "_unpin", lambda room, _bytes: pinned.remove(room.numel()))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(snapshot, "free_bytes", lambda: snapshot.SPARE_BYTES + 2 * size)
     state = State({str(number): torch.ones(3) for number in range(3)}, {}, {})
@@ -41,3 +43,25 @@ def test_pinned_memory_is_for_all_ranks_of_a_machine_and_is_given_back(
     lost._pin_room(size)
     del lost  # by an error, before anybody could free it
     assert pinned == []
+
+
+def test_what_could_not_be_pinned_is_not_unpinned(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """CUDA reports an error of these calls at the next launch of a kernel, which would be one of training."""
+    pinned, size = set[int](), snapshot.ALIGN_BYTES
+
+    def register(address: int, _size: int, _flags: int) -> int:
+        if len(pinned) == 2:
+            return 1
+        pinned.add(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(snapshot, "PIN_BYTES", size)
+    own = Snapshot(CPU)
+    own._pin_room(5 * size)
+    assert len(pinned) == 2
+    assert "cannot be pinned (CUDA error 1)" in caplog.text
+    own.free()  # `remove` raises KeyError for what is not there
+    assert not pinned

@@ -98,9 +98,9 @@ class Snapshot:
     def _pin_room(self, size: int) -> None:
         torch.cuda.set_device(self.device.index or 0)  # of the thread that pins
         room = torch.empty(size, dtype=torch.uint8).fill_(0)  # the system hands memory out when it is first written to
-        _pin(room)
+        pinned = _pin(room, self.device)
         self._kept = room
-        self._forget = weakref.finalize(self, _unpin, room)  # should nobody call `free`, after an error
+        self._forget = weakref.finalize(self, _unpin, room, pinned)  # should nobody call `free`, after an error
         self._forget.atexit = False
 
     def free(self) -> None:
@@ -162,17 +162,22 @@ def _padded(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _pin(room: Tensor) -> None:
-    """Let the GPU reach this memory by itself; without, copies work too and take longer."""
+def _pin(room: Tensor, device: torch.device) -> int:
+    """Let the GPU reach this memory by itself; without, copies work too and take longer. How many bytes it reaches."""
     runtime: Any = torch.cuda.cudart()
     for start in range(0, room.numel(), PIN_BYTES):
         size = min(PIN_BYTES, room.numel() - start)
         if code := int(runtime.cudaHostRegister(room.data_ptr() + start, size, 0)):
             logger.warning("Memory for saves cannot be pinned (CUDA error %d): they hold up training for longer", code)
-            return
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the next launch has to report it: be it this
+                torch.zeros(1, device=device)
+            return start
+    return room.numel()
 
 
-def _unpin(room: Tensor) -> None:
+def _unpin(room: Tensor, pinned: int) -> None:
     runtime: Any = torch.cuda.cudart()
-    for start in range(0, room.numel(), PIN_BYTES):
+    for start in range(0, pinned, PIN_BYTES):
         runtime.cudaHostUnregister(room.data_ptr() + start)
