@@ -42,6 +42,14 @@ def test_the_presets_are_those_of_the_contract() -> None:
     assert presets("llama") == ["debug", "demo", "full", "production", "stable", "tiny"]
 
 
+def test_only_the_demo_is_not_compiled() -> None:
+    """On a GPU that takes longer than all of its steps, and the first one is due after 8 s."""
+    assert {name: load("llama", preset=name).config.model.compile for name in presets("llama")} == {
+        **dict.fromkeys(presets("llama"), "auto"),
+        "demo": "off",
+    }
+
+
 def test_the_presets_of_masked_lm_are_sane() -> None:
     """What is there, and that heads of the sane ones can tell something apart; the guide's own is kept as it is."""
     from lockstep.models import shapes

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy", "triton")  # seconds
 HEAVY = ("torch", "pydantic", "numpy", "transformers", "rich", "ruamel")
 CORE = ("torch", "numpy", "safetensors", "pydantic", "ruamel.yaml", "tokenizers", "psutil", "filelock")
 TRAIN = """
@@ -23,11 +24,14 @@ class Without(PathFinder):
 
 BLOCKED = set(sys.argv[1].split(","))
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+import torch
+of_torch = set(sys.modules)
 from lockstep.config.load import load
 from lockstep.engine.train import train
 flags = [("training.max_steps", "2"), ("report.tensorboard", "true"), ("data.num_workers", "0")]
 result = train(load("llama", preset="tiny", flags=flags))
 assert result.steps == 2, result
+print("compiler:", sorted(set(sys.argv[2].split(",")) & (set(sys.modules) - of_torch)))
 print("loaded:", sorted(BLOCKED & set(sys.modules)))
 """
 
@@ -73,14 +77,14 @@ def test_the_core_trains_with_eight_packages(tmp_path: Path) -> None:
     assert not {"torch", "numpy", "pydantic", "filelock", "psutil", "tokenizers"} & blocked
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     answer = subprocess.run(
-        [sys.executable, "-c", TRAIN, ",".join(sorted(blocked))],
+        [sys.executable, "-c", TRAIN, ",".join(sorted(blocked)), ",".join(COMPILER)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env=environment,
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines()[-1] == "loaded: []"
+    assert answer.stdout.splitlines()[-2:] == ["compiler: []", "loaded: []"]
     assert "pip install tensorboard" in answer.stdout, (
         "the block is real: what wants tensorboard says that it is missing"
     )

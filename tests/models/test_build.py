@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 
 from lockstep.errors import ConfigError, NotFoundError
 from lockstep.models import hf
-from lockstep.models.build import Built, build
+from lockstep.models.build import NAMING_CALLS, Built, build, give_memory, keep_traces, lay_out
 from lockstep.models.layers import rope_frequencies
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import resolve
@@ -17,10 +18,18 @@ from lockstep.models.shapes import resolve
 CPU = torch.device("cpu")
 
 
-def made(*, debug: bool = False, checkpointing: bool = False, seed: int = 5, **values: object) -> Built:
+def made(
+    *,
+    debug: bool = False,
+    checkpointing: bool = False,
+    seed: int = 5,
+    device: torch.device = CPU,
+    dtype_name: str = "fp32",
+    **values: object,
+) -> Built:
     options = LlamaOptions.model_validate({"model_path": "lockstep/tiny", "num_layers": 2, **values})
     return build(
-        options, resolve(options, context_length=64), device=CPU, dtype_name="fp32", seed=seed,
+        options, resolve(options, context_length=128), device=device, dtype_name=dtype_name, seed=seed,
         checkpointing=checkpointing, deterministic=False, debug=debug,
     )  # fmt: skip
 
@@ -35,6 +44,25 @@ def test_what_was_asked_for_is_built_and_said() -> None:
     assert torch.equal(built.model.rope_frequency, rope_frequencies(built.model.shape))  # rebuilt after to_empty
     assert any("random, seed 5" in notice for notice in built.notices)
     assert any("native_math" in notice for notice in built.notices)
+
+
+def test_memory_is_given_as_torch_does() -> None:
+    """The same layout, type and need of a gradient, of every weight and buffer; also of one that is not contiguous."""
+    with torch.device("meta"):
+        models = [lay_out(resolve(LlamaOptions(model_path="lockstep/tiny"), context_length=64), attention="native_math")
+                  for _ in range(2)]  # fmt: skip
+    for model in models:
+        model.double().layers[0].register_buffer("turned", torch.empty(3, 5, dtype=torch.bfloat16, device="meta").T)
+        model.norm.weight.requires_grad_(False)
+    give_memory(models[0], CPU, sharded=False)
+    models[1].to_empty(device=CPU)
+    ours, theirs = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in models)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        about = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad, type(each))
+                 for each in (tensor, theirs[name])]  # fmt: skip
+        assert about[0] == about[1], name
+    assert {tensor.dtype for tensor in ours.values()} >= {torch.float64, torch.bfloat16}
 
 
 def test_init_settings_change_the_weights() -> None:
@@ -80,6 +108,55 @@ def test_pretrained_from_the_hub_is_not_found_offline() -> None:
     with pytest.raises(NotFoundError) as caught:
         made(init="pretrained-truncated", model_path="TinyLlama/TinyLlama_v1.1", num_layers=1)
     assert "TinyLlama_v1.1" in str(caught.value)
+
+
+def test_traces_are_kept_apart_by_precision() -> None:
+    keys = list[dict[str, str]]()
+    with inductor.patch(unsafe_marked_cacheable_functions={"others.own": "1"}):
+        made(compile="off")
+        assert inductor.unsafe_marked_cacheable_functions == {"others.own": "1"}
+        for dtype_name in ("bf16", "fp16"):
+            keep_traces(dtype_name)
+            keys.append(dict(inductor.unsafe_marked_cacheable_functions))
+    assert [key.pop("others.own") for key in keys] == ["1", "1"]
+    assert keys[0].keys() == keys[1].keys() == set(NAMING_CALLS)
+    assert not set(keys[0].values()) & set(keys[1].values())
+    for name in NAMING_CALLS:  # they are still called so
+        assert hasattr(torch.nn.attention, name.rpartition(".")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler's own
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")], ids=str)
+def test_the_next_run_traces_nothing(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that AOTAutograd has made comes from its cache, with the same bits; another precision is another entry."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    batch = torch.randint(0, 512, (2, 129), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def trained(dtype_name: str) -> tuple[str, torch.Tensor]:
+        """What the cache has said, and the gradient of the first matrix."""
+        torch.compiler.reset()
+        counters.clear()
+        model = made(compile="on", init_std=0.1, device=device, dtype_name=dtype_name).model
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
+        with torch.autocast(device.type, dtype):
+            model(batch[:, :-1], batch[:, 1:]).backward()
+        gradient = model.layers[0].attention.wq.weight.grad
+        assert gradient is not None
+        found = counters["aot_autograd"]
+        assert not found["autograd_cache_bypass"]
+        hit, missed = found["autograd_cache_hit"], found["autograd_cache_miss"]
+        return "hit" if hit and not missed else "missed" if missed and not hit else "both", gradient
+
+    (first, one), (again, two), (other, three) = trained("bf16"), trained("bf16"), trained("fp16")
+    torch.compiler.reset()
+    assert (first, again, other) == ("missed", "hit", "missed")
+    assert torch.equal(one, two)
+    assert 0 < float((one - three).norm() / one.norm()) < 0.1
 
 
 @pytest.mark.slow

@@ -169,9 +169,7 @@ def _pin(room: Tensor, device: torch.device) -> int:
         size = min(PIN_BYTES, room.numel() - start)
         if code := int(runtime.cudaHostRegister(room.data_ptr() + start, size, 0)):
             logger.warning("Memory for saves cannot be pinned (CUDA error %d): they hold up training for longer", code)
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the next launch has to report it: be it this
+            with contextlib.suppress(RuntimeError):  # the next launch has to report it: be it this
                 torch.zeros(1, device=device)
             return start
     return room.numel()

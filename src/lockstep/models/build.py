@@ -20,6 +20,7 @@ from lockstep.runtime import hub, precision
 Model = Llama | Encoder | Agent
 Choose = Callable[..., tuple[str, str]]  # as attention.resolve
 VARIANTS = 32
+NAMING_CALLS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")  # by sdpa_kernel
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,11 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     if added and isinstance(model, Llama):
         lora.attach(model, added, dtype_name=precision.without_float8(dtype_name))
     if compiled:
+        keep_traces(dtype_name)
         compile_blocks(model, sharded=shard is not None)
     if shard is not None:
         shard(model)
-    model.to_empty(device=device)
+    give_memory(model, device, sharded=shard is not None)
     model.rebuild_buffers()
     weights_notice = _fill(model, options, seed=seed, token=token)
     if added:
@@ -91,6 +93,26 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         if options.init == "random":
             weights_notice += ": to nothing that is known yet (model.init=pretrained)"
     return Built(model, (*notices, weights_notice, attention_notice), kernel, compiled)
+
+
+def give_memory(model: nn.Module, device: torch.device, *, sharded: bool) -> None:
+    """What `to_empty` does; where nothing lies in shards without importing SymPy, for seconds, to copy strides."""
+    if sharded:
+        model.to_empty(device=device)
+    else:
+        model._apply(lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device))
+
+
+def keep_traces(dtype_name: str) -> None:
+    """Let the compiler's cache hold what it has traced of blocks that name their attention kernel, for the next run.
+
+    The names stand in the graph, which is the key, as calls that torch does not list as safe (pytorch issue 194007):
+    every run would trace forward and backward anew. Into the key goes the precision too, which some versions forget.
+    """
+    import torch._inductor.config as inductor
+
+    marked = dict.fromkeys(NAMING_CALLS, f"{torch.__version__} {dtype_name}")
+    inductor.unsafe_marked_cacheable_functions = {**inductor.unsafe_marked_cacheable_functions, **marked}
 
 
 def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
