@@ -16,7 +16,11 @@ from lockstep.engine.train import train
 from lockstep.runtime.marks import NoMarks
 from tests.gates.training import flags
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler has its own
+]
 
 
 def test_a_copy_is_of_before_the_update_that_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
