@@ -211,9 +211,10 @@ def test_models_are_built_as_asked() -> None:
 
 
 def test_the_loader_is_built_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(device: torch.device, **settings: Any) -> tuple[int, int, bool]:
+    def told(device: torch.device, *, whole: bool = True, **settings: Any) -> tuple[int, int, bool]:
         plan = build.plan(loaded({"training.precision": "fp32", **{f"data.{k}": v for k, v in settings.items()}}), CPU)
-        made: Any = build.make_loader(replace(plan, device=device), SimpleNamespace(train=None), start_step=3)
+        rows: Any = SimpleNamespace(train=SimpleNamespace(is_whole=whole))
+        made: Any = build.make_loader(replace(plan, device=device), rows, start_step=3)
         assert (made["start_step"], made["micro_rows"]) == (3, 4)
         return made["workers"], made["prefetch"], made["pin"]
 
@@ -222,7 +223,9 @@ def test_the_loader_is_built_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(GPU, num_workers=0) == (0, 2, True)
     assert told(GPU, num_workers=3, prefetch_factor=7) == (3, 7, True)
     assert told(GPU, pin_memory=False) == (1, 2, False)
-    assert told(CPU) == (1, 2, False), "nothing to pin for"
+    assert told(CPU) == (0, 2, False), "nothing to pin for, and rows are cut sooner than handed over"
+    assert told(CPU, whole=False) == (1, 2, False), "a stream"
+    assert told(CPU, num_workers=1) == (1, 2, False)
 
 
 def test_an_objective_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

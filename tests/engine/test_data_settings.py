@@ -77,6 +77,17 @@ def test_the_loader_works_ahead_as_told(workers: int, prefetch: int, short_docum
         assert sorted(objective.made) == list(range(7, 7 + ahead))
 
 
+@pytest.mark.parametrize(("kind", "device", "workers"), [(Causal, CPU, 0), (Causal, GPU, 1), (Noting, CPU, 1)])
+def test_where_nobody_says_there_is_a_thread_where_it_pays(
+    kind: type[Causal], device: torch.device, workers: int, short_documents: str
+) -> None:
+    """Not for rows of a whole table that are merely cut, on the CPU: handing them over would cost more."""
+    plan = planned({"data.num_workers": "auto", "data.pin_memory": False, "data.data_path": short_documents})
+    plan = replace(plan, objective=kind(), device=device)
+    with build.make_loader(plan, prepared(plan), start_step=0) as loader:
+        assert loader.workers == workers
+
+
 class Pinnable(Batch):
     """Says that it was asked to be pinned: without a GPU torch cannot."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import random
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,25 @@ def test_a_loop_over_the_limit_is_exit_1(capsys: pytest.CaptureFixture[str]) -> 
     assert module.verdict(limit * 1.01, limit) == 1
     assert capsys.readouterr().out.startswith("TOO SLOW: lockstep ")
     assert f"| {limit} " in row("loop")
+
+
+def test_figures_of_the_loop_are_of_neighbours() -> None:
+    """A machine that becomes slower and hiccups changes nothing; what each step costs more is found."""
+    module, draws = script("loop"), random.Random(1)
+    pace = [10.0 + 0.01 * turn + draws.gauss(0, 0.2) + (draws.random() < 0.1) * 5 for turn in range(2000)]
+    found = module.figures([each + 0.25 for each in pace[0::2]], pace[1::2])
+    assert found.over == pytest.approx(0.25, abs=0.03)
+    assert found.own > found.bare > 15
+
+
+def test_a_burden_makes_the_loop_too_slow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that no noise hides, in each of our steps."""
+    module = script("loop")
+    monkeypatch.setattr(module, "installed", lambda: {"lockstep": module.ours})
+    monkeypatch.setattr(module, "WARM_UP_TURNS", 1)
+    short = ["--runs", "2", "--rounds", "3", "--limit", "5", "--anyway"]
+    assert [module.main([*short, "--burden", burden]) for burden in ("0", "20")] == [0, 1]
+    assert capsys.readouterr().out.count("TOO SLOW: lockstep ") == 1
 
 
 @pytest.mark.parametrize("slow", ["", "help", "launcher", "first"])

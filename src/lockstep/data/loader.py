@@ -101,6 +101,14 @@ def _collate_many(objective: Objective) -> Callable[[Mapping[str, Array], int], 
     return getattr(objective, "collate_many", None) if "collate_many" in vars(owner) else None
 
 
+def own_choice(table: Table | StreamTable, objective: Objective, *, on_gpu: bool) -> int:
+    """How many workers where nobody has said: one, but none where a batch is sooner cut than handed over.
+
+    That is on the CPU, which has to do it anyway, from rows that are all there and stay as they are.
+    """
+    return 0 if not on_gpu and table.is_whole and _collate_many(objective) else 1
+
+
 @dataclass
 class Loader:
     """An endless iterator over the micro-batches of each step, from `start_step` on. Close it when done."""

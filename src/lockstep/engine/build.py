@@ -17,7 +17,7 @@ from lockstep import registry
 from lockstep.config.load import Loaded, identity, identity_hash, to_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, Sink
-from lockstep.data.loader import Loader, validation_batches
+from lockstep.data.loader import Loader, own_choice, validation_batches
 from lockstep.data.stream import StreamTable
 from lockstep.engine import (
     adapters,
@@ -341,7 +341,8 @@ def make_loader(
     """This rank's training batches from a step on."""
     data, options, on_gpu = plan.config.data, plan.config.training, plan.device.type == "cuda"
     if workers is None:
-        workers = data.num_workers if data.num_workers != "auto" else 1
+        asked = data.num_workers
+        workers = asked if asked != "auto" else own_choice(prepared.train, plan.objective, on_gpu=on_gpu)
     return Loader(
         prepared.train,
         plan.objective,

@@ -232,13 +232,12 @@ class Stepper:
         self.measures = self.exchange.add_up(measures) if watched else self.zero
         return self.exchange.add_up(losses)
 
-    @torch.no_grad()
     def look_at_weights(self, step: int, like: torch.Tensor) -> torch.Tensor:
         """0, or NaN if one of the weights of this step's turn is not finite: a tensor each step, all of them in turn.
 
         What no batch reads (the row of a rare token) would otherwise lie there for long.
         """
-        looked_at = local(self.parameters[step % len(self.parameters)])
+        looked_at = local(self.parameters[step % len(self.parameters)]).detach()
         if not looked_at.numel():  # a shard may be empty
             return self.zero.to(like.dtype)
         low, high = torch.aminmax(looked_at)  # NaN shows in both; a norm would be infinite for a weight above 1e19
@@ -277,7 +276,8 @@ class Stepper:
         self.optimizer.lr.copy_(self.rates.take(torch.minimum(self.optimizer.applied, self.last_rate).long()))
         divisor = scale
         if self.max_norm > 0:
-            divisor = scale * torch.clamp((norm + NORM_EPSILON) / self.max_norm, min=1.0)
+            clipped = torch.clamp((norm + NORM_EPSILON) / self.max_norm, min=1.0)
+            divisor = scale * clipped if scaler else clipped
         if self.faults.armed and step >= 0:
             self.faults.at("optimizer", step)
         if self.prints:

@@ -32,9 +32,10 @@ class Series:
         if not math.isfinite(value) or (self.logarithmic and value <= 0):
             return ""
         place = math.log(value) if self.logarithmic else value
-        usual = statistics.median(self.seen) if len(self.seen) >= LEAST else place
-        high = usual + math.log(LEAST_TIMES[self.name]) if self.logarithmic else usual * LEAST_TIMES[self.name]
-        score = self._score(place, usual) if place >= high else 0.0  # most steps need no second look
+        score = usual = 0.0
+        if len(self.seen) >= LEAST and place >= self._high(min(self.seen)):  # which is below the median's
+            usual = statistics.median(self.seen)
+            score = self._score(place, usual) if place >= self._high(usual) else 0.0  # most steps need no second look
         self.seen.append(place)
         if score <= FAR:
             return ""
@@ -46,10 +47,13 @@ class Series:
         times = f", {self.count} so far" if self.count > 1 else ""
         return f"{self.name} spike at step {step}: {value:.4f}, usually {shown:.4f} (z = {score:.1f}{times})"
 
+    def _high(self, usual: float) -> float:
+        """From where on a value may be worth a word."""
+        times = LEAST_TIMES[self.name]
+        return usual + math.log(times) if self.logarithmic else usual * times
+
     def _score(self, place: float, usual: float) -> float:
         """How far above the usual, in robust standard deviations."""
-        if len(self.seen) < LEAST:
-            return 0.0
         spread = SIGMA * statistics.median(abs(each - usual) for each in self.seen)
         least = NARROWEST if self.logarithmic else NARROWEST * abs(usual)
         return (place - usual) / max(spread, least, 1e-12)

@@ -20,7 +20,8 @@ def scrubber(secrets: Sequence[str] = ()) -> Callable[[str], str]:
     hidden = _hidden(secrets)
 
     def scrub(text: str) -> str:
-        text = CONTROL.sub("", text)  # first: a secret must not hide behind an escape sequence
+        if not text.isprintable():  # no control byte is; asked because the expression looks at every letter
+            text = CONTROL.sub("", text)  # first: a secret must not hide behind an escape sequence
         for value in hidden:
             if value in text:
                 text = text.replace(value, "***")
