@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 from collections.abc import Callable
 
 
 def calls(action: Callable[[], object]) -> int:
     """Calls of Python and C functions that an action makes, its own included."""
     profile = cProfile.Profile()
-    profile.runcall(action)
+    gc.disable()  # what others have left behind is not the action's
+    try:
+        profile.runcall(action)
+    finally:
+        gc.enable()
     return sum(entry.callcount for entry in profile.getstats())
