@@ -120,6 +120,8 @@ def test_a_kernel_that_several_ranges_name_is_counted_once() -> None:
     assert kernels(events) == [Piece("triton_poi_fused_0", OPTIMIZER, 30.0)]
     absent = event("aten::add", cpu_parent=update, kernels=[SimpleNamespace(name="of another card", duration=9.0)])
     assert kernels([update, absent]) == []
+    brief = event("aten::add", cpu_parent=update, kernels=[SimpleNamespace(name="brief", duration=0.0)])
+    assert kernels([event("brief", 0.0, on_gpu=True), update, brief]) == [], "shorter than the profiler's clock"
 
 
 def test_the_cross_entropy_is_found_by_what_runs_it() -> None:

@@ -47,7 +47,7 @@ def test_pinned_memory_is_for_all_ranks_of_a_machine_and_is_given_back(
 
 def test_what_could_not_be_pinned_is_not_unpinned(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """CUDA reports an error of these calls at the next launch of a kernel, which would be one of training."""
-    pinned, size = set[int](), snapshot.ALIGN_BYTES
+    pinned, size, events = set[int](), snapshot.ALIGN_BYTES, list[object]()
 
     def register(address: int, _size: int, _flags: int) -> int:
         if len(pinned) == 2:
@@ -55,13 +55,22 @@ def test_what_could_not_be_pinned_is_not_unpinned(monkeypatch: pytest.MonkeyPatc
         pinned.add(address)
         return 0
 
+    def launch(_size: int, *, device: torch.device) -> None:
+        events.append(device)
+        raise RuntimeError("CUDA error: invalid argument")
+
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(snapshot, "PIN_BYTES", size)
+    monkeypatch.setattr(torch, "zeros", launch)
     own = Snapshot(CPU)
     own._pin_room(5 * size)
     assert len(pinned) == 2
+    assert events == [CPU], "the error is called for at once"
     assert "cannot be pinned (CUDA error 1)" in caplog.text
+    assert not own._forget.atexit, "CUDA may be gone by then"
+    own._taken = SimpleNamespace(synchronize=lambda: events.append(len(pinned)))  # pyright: ignore[reportAttributeAccessIssue]
     own.free()  # `remove` raises KeyError for what is not there
     assert not pinned
+    assert events[1:] == [2], "the GPU writes to these pages until its copy is there"

@@ -15,6 +15,7 @@ from lockstep.contracts import Batch
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.step import Stepper
+from lockstep.kernels import linear_cross_entropy as head
 from lockstep.runtime import faults
 from lockstep.runtime.precision import Precision
 
@@ -69,6 +70,31 @@ def test_micro_batches_do_not_change_a_step_even_when_ragged(size: int) -> None:
         assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     for a, b in zip(weights(whole), weights(parts), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Listening(Regression):
+    """Keeps what its sums are said to be multiplied by."""
+
+    def __init__(self, terms: Mapping[str, float]) -> None:
+        self.terms, self.heard = terms, list[float]()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        self.heard.append(head._AHEAD.get())
+        return dict.fromkeys(self.terms, super().loss(model, batch)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("precision", "terms", "expected"),
+    [("fp32", {"loss": 3.0}, 3 / 7), ("fp32", {"loss": 3.0, "more": 1.0}, 1.0), ("fp16", {"loss": 3.0}, 1.0)],
+)
+def test_a_sum_is_told_what_it_is_multiplied_by(precision: str, terms: dict[str, float], expected: float) -> None:
+    """Its share of the whole step, where there is one and it is known: a loss scale lies on the device."""
+    stepper, objective = make_stepper(precision=precision), Listening(terms)
+    stepper.objective = objective
+    whole = make_batch(8, seed=3, valid=[1, 1, 1, 1, 0, 1, 1, 1])
+    stepper.accumulate(0, split(whole, 4), dict.fromkeys(terms, 7))
+    assert objective.heard == [expected] * 2
+    assert head._AHEAD.get() == 1.0
 
 
 def test_a_mean_of_means_would_be_seen() -> None:

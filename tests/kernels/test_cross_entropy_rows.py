@@ -123,7 +123,7 @@ def test_no_tokens_are_a_sum_and_gradients_of_zero(dtype: torch.dtype) -> None:
         assert float(linear_cross_entropy(x, weight, torch.empty(0, dtype=torch.int64), chunk_tokens=4)) == 0
 
 
-@pytest.mark.parametrize("announced", [1.0, 0.001, 0.003, -2.0])
+@pytest.mark.parametrize("announced", [1.0, 0.001, 0.003, -2.0, 0.0])
 def test_a_factor_that_is_known_before_is_in_the_gradients_once(kernel: Any, announced: float) -> None:
     """Whether the sum is then multiplied by it or by another one; the sum itself knows nothing of it."""
     generator = torch.Generator().manual_seed(7)
@@ -142,6 +142,15 @@ def test_a_factor_that_is_known_before_is_in_the_gradients_once(kernel: Any, ann
     for got, other in zip(found[1:], wanted[1:], strict=True):
         torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-8)
     assert torch.equal(computed()[1], wanted[1]), "it ends with its block"
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    """The first has multiplied the gradients where they lie, and given them away."""
+    x, weight = torch.randn(9, 12, requires_grad=True), torch.randn(45, 12)
+    total = linear_cross_entropy(x, weight, torch.randint(45, (9,)), chunk_tokens=4)
+    total.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="one backward pass"):
+        total.backward()
 
 
 def test_what_is_multiplied_already_is_left_as_it_is(kernel: Any) -> None:

@@ -166,7 +166,8 @@ def kernels(events: Iterable[Any]) -> list[Piece]:
     claimed = defaultdict[str, float](float)  # several ranges of the host may name one and the same kernel
     for (name, _), us in inside.items():
         claimed[name] += us
-    pieces = [Piece(name, part, us * min(1.0, totals[name] / claimed[name])) for (name, part), us in inside.items()]
+    shares = {name: min(1.0, totals[name] / us) for name, us in claimed.items() if us > 0}
+    pieces = [Piece(name, part, us * shares.get(name, 0.0)) for (name, part), us in inside.items()]
     rest = [Piece(name, "", us - claimed[name]) for name, us in totals.items()]
     return [piece for piece in (*pieces, *rest) if piece.us > 0]
 

@@ -114,7 +114,7 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> Tensor:
-        ctx.ahead = _AHEAD.get() if has_kernel(x_ND) else None
+        ctx.ahead = (_AHEAD.get() or 1.0) if has_kernel(x_ND) else None  # nothing is made of what zero is in
         how: Any = {"wanted": ctx.needs_input_grad[:3], "ahead": ctx.ahead or 1.0}
         with torch.autocast(x_ND.device.type, enabled=False):
             total, *ctx.gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, **how)

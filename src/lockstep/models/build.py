@@ -21,6 +21,7 @@ Model = Llama | Encoder | Agent
 Choose = Callable[..., tuple[str, str]]  # as attention.resolve
 VARIANTS = 32
 NAMING_CALLS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")  # by sdpa_kernel
+PRECISIONS = set[str]()  # of the compiled models of this process
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,15 @@ def keep_traces(dtype_name: str) -> None:
 
     The names stand in the graph, which is the key, as calls that torch does not list as safe (pytorch issue 194007):
     every run would trace forward and backward anew. Into the key goes the precision too, which some versions forget.
+    As blocks compile when they first run, it is known only where a process has models of one: else nothing is kept.
     """
     import torch._inductor.config as inductor
 
-    marked = dict.fromkeys(NAMING_CALLS, f"{torch.__version__} {dtype_name}")
-    inductor.unsafe_marked_cacheable_functions = {**inductor.unsafe_marked_cacheable_functions, **marked}
+    PRECISIONS.add(dtype_name)
+    marked = {name: key for name, key in inductor.unsafe_marked_cacheable_functions.items() if name not in NAMING_CALLS}
+    if len(PRECISIONS) == 1:
+        marked |= dict.fromkeys(NAMING_CALLS, f"{torch.__version__} {dtype_name}")
+    inductor.unsafe_marked_cacheable_functions = marked
 
 
 def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
