@@ -58,6 +58,21 @@ def test_a_burden_makes_the_loop_too_slow(capsys: pytest.CaptureFixture[str], mo
     assert capsys.readouterr().out.count("TOO SLOW: lockstep ") == 1
 
 
+@pytest.mark.parametrize("loads", [[9e9, 0.0], [0.0, 9e9]])
+def test_a_busy_machine_has_no_figures_of_the_loop(
+    loads: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Busy before it begins, or by the time it ends."""
+    module, asked = script("loop"), iter(loads)
+    monkeypatch.setattr("os.getloadavg", lambda: (next(asked), 0.0, 0.0))
+    monkeypatch.setattr(module, "installed", dict)
+    assert module.main([]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "this machine is busy" in shown.err
+    assert "--anyway" in shown.err
+
+
 @pytest.mark.parametrize("slow", ["", "help", "launcher", "first"])
 def test_a_start_over_any_limit_is_exit_1(
     slow: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
