@@ -35,9 +35,9 @@ LAST = 20  # steps whose mean counts
 LOST = 2.0**18  # the largest number of a matrix becomes the smallest that e4m3 has
 SETTINGS: dict[str, Any] = {
     "model.hidden_size": 1024, "model.num_layers": 6, "model.num_attention_heads": 16, "model.num_key_value_heads": 8,
-    "model.head_dim": 64, "model.intermediate_size": 2816, "training.context_length": 1024, "training.batch_size": 16,
-    "training.learning_rate": 3e-4, "training.warmup_steps": 20, "training.eval_batches": 4,
-    "training.save_interval": 0, "report.sample_prompt": "",
+    "model.head_dim": 64, "model.intermediate_size": 2816, "model.compile": "on",
+    "training.context_length": 1024, "training.batch_size": 16, "training.learning_rate": 3e-4,
+    "training.warmup_steps": 20, "training.eval_batches": 4, "training.save_interval": 0, "report.sample_prompt": "",
 }  # fmt: skip
 
 

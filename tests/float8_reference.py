@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.models import float8
+from lockstep.models.lora import LoraLinear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROUNDED = 0.004  # what bf16 rounds
@@ -38,6 +42,7 @@ def exact(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Tensor]:
 def rounded(x: Tensor, kind: torch.dtype, dims: tuple[int, ...]) -> Tensor:
     """What is left of a matrix in float8, in fp64."""
     peak = x.double().abs().amax(dims, keepdim=True)
+    peak = torch.where(peak == 0, 1.0, peak)
     factor = torch.exp2((torch.finfo(kind).max / peak).log2().floor())
     return (x.double() * factor).float().to(kind).double() / factor
 
@@ -67,3 +72,36 @@ def check_products(x: Tensor, weight: Tensor, grad: Tensor, *, rowwise: bool, su
     for name, expected in exact(x, weight, grad).items():
         least, most = CAST[rowwise][name]
         assert least < error(found[name], expected) < most, name
+
+
+class _ByReference(torch.autograd.Function):
+    """A layer by `of_rounded`: nothing of lockstep's own casts or products is in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, rowwise: bool) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.rowwise = rowwise
+        nothing = x_MK.new_zeros(x_MK.shape[0], weight_NK.shape[0])
+        return of_rounded(x_MK, weight_NK, nothing, rowwise=rowwise)["y"].to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
+        x_MK, weight_NK = ctx.saved_tensors
+        found = of_rounded(x_MK, weight_NK, grads[0], rowwise=ctx.rowwise)
+        return found["dx"].to(x_MK.dtype), found["dw"].to(weight_NK.dtype), None
+
+
+def by_reference(model: nn.Module, *, rowwise: bool) -> None:
+    """Let the linear layers of a model's blocks, which are in bf16, compute what float8 layers must."""
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y_MN: Any = _ByReference.apply(input.flatten(0, -2), weight, rowwise)
+        y = y_MN.view(*input.shape[:-1], -1)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    blocks: Any = model.layers
+    for layer in blocks.modules():
+        if isinstance(layer, LoraLinear):
+            layer.product = linear
+        elif isinstance(layer, nn.Linear):
+            layer.forward = partial(linear, weight=layer.weight, bias=layer.bias)

@@ -15,7 +15,7 @@ from lockstep.models.build import Built, build
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import resolve
 from lockstep.runtime import determinism, precision
-from tests.float8_reference import SIZES, check_products, computed, drawn, error, of_rounded
+from tests.float8_reference import SIZES, by_reference, check_products, computed, drawn, error, of_rounded
 from tests.gates.training import run
 
 CUDA = torch.device("cuda", 0)
@@ -121,14 +121,20 @@ def learnt(built: Built, *, rows: int = 4, length: int = LENGTH, seed: int = 0) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-def test_compiled_blocks_compute_nearly_what_they_do_in_bf16(kind: str, deterministic: bool) -> None:
+def test_compiled_blocks_compute_what_rounded_numbers_give(kind: str, deterministic: bool) -> None:
+    """Rounding alone, by the reference, moves the gradients by 0.2; of that the tensor cores may lose a third."""
     plain, built = (made(llama(), each, deterministic=deterministic) for each in ("bf16", kind))
+    reference = made(llama(compile="off"), "bf16", deterministic=deterministic)
+    by_reference(reference.model, rowwise=kind == "fp8-rowwise")
     assert built.compiled
     seen = 0
     for seed in range(4):
-        expected, found = learnt(plain, seed=seed), learnt(built, seed=seed)
-        assert found[0] == pytest.approx(expected[0], rel=5e-3)
-        assert 0.01 < error(found[1], expected[1]) < 0.3  # by plain operations and exact sums it is 0.20 to 0.23
+        unrounded, expected, found = (learnt(each, seed=seed) for each in (plain, reference, built))
+        away, apart = error(expected[1], unrounded[1]), error(found[1], expected[1])
+        print(kind, f"reference from bf16 {away:.4f}, ours {error(found[1], unrounded[1]):.4f}, apart {apart:.4f}")
+        assert found[0] == pytest.approx(expected[0], rel=1e-3)
+        assert 0.1 < away < 0.3
+        assert apart < away / 3
         frames = torch._dynamo.utils.counters["frames"]["total"]
         assert seed == 0 or frames == seen, "compiled again"
         seen = frames
@@ -146,6 +152,10 @@ def test_the_same_bits_again(kind: str, checkpointing: bool) -> None:
             assert torch.equal(again[1], first[1])
 
 
+def plainly(options: ModelOptions) -> ModelOptions:
+    return options.model_copy(update={"compile": "off"})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoders_additions_and_rows_of_any_length(kind: str) -> None:
     encoder: dict[str, Any] = {"model_path": "lockstep/mlm-tiny", "hidden_size": 128, "num_attention_heads": 2,
@@ -156,11 +166,15 @@ def test_encoders_additions_and_rows_of_any_length(kind: str) -> None:
         LladaOptions.model_validate(llada),
         LladaOptions.model_validate({**llada, "lora_rank": 4}),
     ):
-        plain, built = made(options, "bf16"), made(options, kind)
+        plain, built, reference = made(options, "bf16"), made(options, kind), made(plainly(options), "bf16")
+        by_reference(reference.model, rowwise=kind == "fp8-rowwise")
         for length in (LENGTH, 77):  # a number of tokens that is no multiple of 16
-            expected, found = learnt(plain, rows=3, length=length), learnt(built, rows=3, length=length)
-            assert found[0] == pytest.approx(expected[0], rel=5e-3)
-            assert 0.01 < error(found[1], expected[1]) < 0.3, (type(options), length)
+            unrounded, expected, found = (learnt(each, rows=3, length=length) for each in (plain, reference, built))
+            away, apart = error(expected[1], unrounded[1]), error(found[1], expected[1])
+            print(kind, type(options).__name__, length, f"reference from bf16 {away:.4f}, apart {apart:.4f}")
+            assert found[0] == pytest.approx(expected[0], rel=1e-3)
+            assert 0.01 < away < 0.3
+            assert apart < away / 3, (type(options), length)
 
 
 # ------------------------------------------------------------------------------------------------ runs
