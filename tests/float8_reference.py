@@ -78,24 +78,34 @@ class _ByReference(torch.autograd.Function):
     """A layer by `of_rounded`: nothing of lockstep's own casts or products is in it."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, rowwise: bool) -> Tensor:
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, rowwise: bool, noise: float) -> Tensor:
         ctx.save_for_backward(x_MK, weight_NK)
-        ctx.rowwise = rowwise
+        ctx.rowwise, ctx.noise = rowwise, noise
         nothing = x_MK.new_zeros(x_MK.shape[0], weight_NK.shape[0])
-        return of_rounded(x_MK, weight_NK, nothing, rowwise=rowwise)["y"].to(torch.bfloat16)
+        return of_rounded(blurred(x_MK, noise), weight_NK, nothing, rowwise=rowwise)["y"].to(torch.bfloat16)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
+        ctx: Any, *grads: Any
+    ) -> tuple[Tensor, Tensor, None, None]:
         x_MK, weight_NK = ctx.saved_tensors
-        found = of_rounded(x_MK, weight_NK, grads[0], rowwise=ctx.rowwise)
-        return found["dx"].to(x_MK.dtype), found["dw"].to(weight_NK.dtype), None
+        given = (blurred(x_MK, ctx.noise), weight_NK, blurred(grads[0], ctx.noise))
+        found = of_rounded(*given, rowwise=ctx.rowwise)
+        return found["dx"].to(x_MK.dtype), found["dw"].to(weight_NK.dtype), None, None
 
 
-def by_reference(model: nn.Module, *, rowwise: bool) -> None:
-    """Let the linear layers of a model's blocks, which are in bf16, compute what float8 layers must."""
+def blurred(x: Tensor, noise: float) -> Tensor:
+    return x.double() * (1 + noise * torch.randn(x.shape, dtype=torch.float64, device=x.device))
+
+
+def by_reference(model: nn.Module, *, rowwise: bool, noise: float = 0.0) -> None:
+    """Let the linear layers of a model's blocks, which are in bf16, compute what float8 layers must.
+
+    `noise`: what goes into a layer is blurred by so much before it is rounded.
+    """
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y_MN: Any = _ByReference.apply(input.flatten(0, -2), weight, rowwise)
+        y_MN: Any = _ByReference.apply(input.flatten(0, -2), weight, rowwise, noise)
         y = y_MN.view(*input.shape[:-1], -1)
         return y if bias is None else y + bias.to(y.dtype)
 

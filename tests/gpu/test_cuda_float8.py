@@ -31,6 +31,7 @@ SUMS = 0.02  # what sums in the tensor cores lose, at most; the casts round 4 to
 KINDS = sorted(precision.FLOAT8)
 BOTH = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 LENGTH = 256
+BLUR = 0.001  # bf16 rounds by so much
 
 
 @pytest.fixture(autouse=True)
@@ -119,25 +120,40 @@ def learnt(built: Built, *, rows: int = 4, length: int = LENGTH, seed: int = 0) 
     return float(loss.detach()), torch.cat([gradient.flatten().double() for gradient in gradients])
 
 
+def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[dict[str, int]], **how: bool) -> None:
+    """Hold compiled float8 blocks against layers of numbers that were rounded in fp64 (tests/float8_reference.py).
+
+    The compiler does not round to bf16 what goes into a layer. That alone changes which way numbers are rounded to
+    float8, and so nearly all of it: the reference, blurred by as little as bf16 rounds, is as far from itself. So ours
+    is to be as far from bf16 as the reference, and no further from the reference than it is from itself when blurred.
+    """
+    rowwise, eager = kind == "fp8-rowwise", options.model_copy(update={"compile": "off"})
+    plain, built = (made(options, each, **how) for each in ("bf16", kind))
+    reference, other = (made(eager, "bf16", **how) for _ in range(2))
+    by_reference(reference.model, rowwise=rowwise)
+    by_reference(other.model, rowwise=rowwise, noise=BLUR)
+    assert built.compiled
+    frames = 0
+    for size in given:
+        torch.manual_seed(1)
+        unrounded, expected, blurred, found = (learnt(each, **size) for each in (plain, reference, other, built))
+        away, ours_away = error(expected[1], unrounded[1]), error(found[1], unrounded[1])
+        apart, ours_apart = error(blurred[1], expected[1]), error(found[1], expected[1])
+        print(kind, type(options).__name__, size, f"from bf16: reference {away:.4f}, ours {ours_away:.4f};",
+              f"from the reference: blurred {apart:.4f}, ours {ours_apart:.4f};",
+              f"loss {unrounded[0]:.6g}, {expected[0]:.6g}, {blurred[0]:.6g}, {found[0]:.6g}")  # fmt: skip
+        assert found[0] == pytest.approx(expected[0], rel=2e-3)
+        assert ours_away == pytest.approx(away, rel=0.1)
+        assert ours_apart < 1.25 * apart
+        seen = torch._dynamo.utils.counters["frames"]["total"]
+        assert seen == frames or "length" in size or not frames, "compiled again"
+        frames = seen
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 def test_compiled_blocks_compute_what_rounded_numbers_give(kind: str, deterministic: bool) -> None:
-    """Rounding alone, by the reference, moves the gradients by 0.2; of that the tensor cores may lose a third."""
-    plain, built = (made(llama(), each, deterministic=deterministic) for each in ("bf16", kind))
-    reference = made(llama(compile="off"), "bf16", deterministic=deterministic)
-    by_reference(reference.model, rowwise=kind == "fp8-rowwise")
-    assert built.compiled
-    seen = 0
-    for seed in range(4):
-        unrounded, expected, found = (learnt(each, seed=seed) for each in (plain, reference, built))
-        away, apart = error(expected[1], unrounded[1]), error(found[1], expected[1])
-        print(kind, f"reference from bf16 {away:.4f}, ours {error(found[1], unrounded[1]):.4f}, apart {apart:.4f}")
-        assert found[0] == pytest.approx(expected[0], rel=1e-3)
-        assert 0.1 < away < 0.3
-        assert apart < away / 3
-        frames = torch._dynamo.utils.counters["frames"]["total"]
-        assert seed == 0 or frames == seen, "compiled again"
-        seen = frames
+    check_against_rounded_numbers(llama(), kind, [{"seed": seed} for seed in range(4)], deterministic=deterministic)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,29 +168,18 @@ def test_the_same_bits_again(kind: str, checkpointing: bool) -> None:
             assert torch.equal(again[1], first[1])
 
 
-def plainly(options: ModelOptions) -> ModelOptions:
-    return options.model_copy(update={"compile": "off"})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoders_additions_and_rows_of_any_length(kind: str) -> None:
     encoder: dict[str, Any] = {"model_path": "lockstep/mlm-tiny", "hidden_size": 128, "num_attention_heads": 2,
                                "dropout": 0.0, "init_std": 0.05, "compile": "on"}  # fmt: skip
     llada = {"model_path": "lockstep/llada-tiny", "init_std": 0.05, "compile": "on"}
+    sizes = [{"rows": 3, "length": length} for length in (LENGTH, 77)]  # also tokens that are no multiple of 16
     for options in (
         EncoderOptions.model_validate(encoder),
         LladaOptions.model_validate(llada),
         LladaOptions.model_validate({**llada, "lora_rank": 4}),
     ):
-        plain, built, reference = made(options, "bf16"), made(options, kind), made(plainly(options), "bf16")
-        by_reference(reference.model, rowwise=kind == "fp8-rowwise")
-        for length in (LENGTH, 77):  # a number of tokens that is no multiple of 16
-            unrounded, expected, found = (learnt(each, rows=3, length=length) for each in (plain, reference, built))
-            away, apart = error(expected[1], unrounded[1]), error(found[1], expected[1])
-            print(kind, type(options).__name__, length, f"reference from bf16 {away:.4f}, apart {apart:.4f}")
-            assert found[0] == pytest.approx(expected[0], rel=1e-3)
-            assert 0.01 < away < 0.3
-            assert apart < away / 3, (type(options), length)
+        check_against_rounded_numbers(options, kind, sizes)
 
 
 # ------------------------------------------------------------------------------------------------ runs
