@@ -251,10 +251,10 @@ def test_what_no_disk_can_hold_is_refused_before_the_work(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match=r"81,000,000,000,000,000 steps need 2,640,299,499\.0 GiB, and .* are free"):
         collect(wanted)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-    small = plan(darkroom.build(), QUICK, total_timesteps=8000, streams=10, folder=tmp_path)
+    small = plan(darkroom.build(), QUICK, total_timesteps=4000, streams=10, folder=tmp_path)
     collect(small)
     size = sum(small.file(suffix).stat().st_size for suffix in ("npy", "hdf5"))
-    assert size == pytest.approx((module.STEP_BYTES - 3) * 81 * 8000, rel=0.2)
+    assert size == pytest.approx((module.STEP_BYTES - 3) * 81 * 4000, rel=0.2)
 
 
 def test_a_small_collection_is_not_filled_up_to_a_large_one() -> None:

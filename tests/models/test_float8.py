@@ -165,6 +165,7 @@ def test_a_model_computes_what_rounded_numbers_give(kind: str, monkeypatch: pyte
     assert error(all_of(wrong), all_of(expected)) > away / 2, "one bit less, and it is not seen"
 
 
+@pytest.mark.slow  # half a minute of C++; tests/gpu has the same of whole blocks
 @pytest.mark.filterwarnings("ignore")  # the compiler has its own
 def test_the_compiler_takes_a_block_whole_and_once() -> None:
     built = made(llama(num_layers=1, compile="on"), "fp8")
