@@ -91,6 +91,35 @@ def test_what_is_not_finite_stays_so(
     assert not any(tensor.any() for tensor in zeros.values())
 
 
+def at_an_edge(rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Two matrices: the largest products are over 1.75 and rounded to it, where the scale becomes another one."""
+    chance = torch.Generator().manual_seed(seed)
+    left, right = (torch.rand(rows, columns, generator=chance) * 2 - 1 for _ in range(2))
+    largest = (torch.arange(rows)[:, None] + torch.arange(columns)) % 16 == 0  # one in each row and column at least
+    left[largest], right[largest] = 169 / 128, 170 / 128
+    return left.to("cuda", torch.bfloat16), right.to("cuda", torch.bfloat16)
+
+
+@BOTH
+def test_numbers_are_multiplied_by_the_scale_they_were_made_with(rowwise: bool) -> None:
+    """Scales and numbers are made in several kernels, some of which see a product before it is rounded to bf16."""
+
+    def around(x: Tensor, factor: Tensor, weight: Tensor, gain: Tensor) -> Tensor:
+        return float8.linear(x * factor, weight, rowwise=rowwise) * gain
+
+    tokens, width, rows = 768, 128, 512
+    (x, factor), (gain, grad) = at_an_edge(tokens, width, 1), at_an_edge(tokens, rows, 2)
+    weight = drawn(rows, width, seed=3, kind=torch.float32, device="cuda")
+    inputs, into = x.double() * factor.double(), gain.double() * grad.double()
+    exact = (inputs @ weight.double().T * gain.double(), into @ weight.double() * factor.double(), into.T @ inputs)
+    given = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = torch.compile(around, fullgraph=True, dynamic=False)(given[0], factor, given[1], gain)
+    found = (y.detach(), *torch.autograd.grad(y, given, grad))
+    errors = [error(one, other) for one, other in zip(found, exact, strict=True)]
+    print("rowwise" if rowwise else "tensorwise", [f"{each:.4f}" for each in errors])
+    assert all(each < 0.08 for each in errors), errors
+
+
 # ------------------------------------------------------------------------------------------------ models
 
 

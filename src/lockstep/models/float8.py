@@ -73,9 +73,14 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def cast(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, *, along: int, rowwise: bool) -> Cast:
-    """A matrix in float8. `along` is the common dimension of the product it is for, which one scale must hold along."""
-    peak = x.abs().amax(along, keepdim=True) if rowwise else x.abs().amax(-1).amax()  # by rows: joins with a norm
-    factor = torch.finfo(kind).max / peak.float().clamp(min=LEAST_PEAK)
+    """A matrix in float8. `along` is the common dimension of the product it is for, which one scale must hold along.
+
+    The peak of a row is one in fp32: of one in bf16 the compiler stores what is rounded and goes on with what is not,
+    and by the two of them numbers and scale could be made with different powers. The peak of a matrix is taken by rows
+    first, which joins with a norm, and is one of their rounded peaks.
+    """
+    peak = x.float().abs().amax(along, keepdim=True) if rowwise else x.abs().amax(-1).amax().float()
+    factor = torch.finfo(kind).max / peak.clamp(min=LEAST_PEAK)
     factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)
     return (x.float() * factor).to(kind), factor.reciprocal()
 
