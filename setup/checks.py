@@ -10,6 +10,7 @@ import hashlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +19,12 @@ import programs
 ROOT = Path(__file__).resolve().parent.parent
 STAMPS = ROOT / ".slices"
 BIN = Path(sys.executable).parent
+PYTEST = [sys.executable, "-m", "pytest", "-q"]
+# Folders that compute rather than wait for processes: the second core of two has them, beside all the others.
+BESIDE = (
+    "config", "contracts", "data", "engine", "formats", "gates", "golden", "health", "hub", "kernels", "learners",
+    "models", "objectives", "report", "science", "sources",
+)  # fmt: skip
 USAGE = """usage: bash test.sh [PYTEST ARGUMENTS]     every check; arguments go to pytest
        bash test.sh --full                 every check, then the long proofs that have not passed on this tree
        bash test.sh --full SLICE...        only these long proofs (files or node ids)
@@ -29,32 +36,46 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def stages(pytest_arguments: list[str]) -> dict[str, list[str]]:
-    """Name -> command. None imports torch before pytest."""
+def stages() -> dict[str, list[str]]:
+    """Name -> command of what is checked before the tests. None imports torch."""
     return {
         "format": [str(BIN / "ruff"), "format", "--check", "--quiet", "--diff", "."],
         "lint": [str(BIN / "ruff"), "check", "--quiet", "."],
         "types": [str(BIN / "basedpyright"), "--pythonpath", sys.executable],
         "floors": [str(BIN / "lint-imports"), "--no-cache"],
-        "tests": [sys.executable, "-m", "pytest", "-q", *pytest_arguments],
     }
 
 
 def run_stage(name: str, command: list[str]) -> bool:
-    """One line per stage. The tests show themselves as they run; of the others only a failure is shown."""
+    """One line per stage; what it says is shown only if it fails."""
     started = time.monotonic()
-    live = name == "tests"
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        text=True,
-        stdout=None if live else subprocess.PIPE,
-        stderr=None if live else subprocess.STDOUT,
-    )
-    if done.returncode and done.stdout:
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
         say(done.stdout.rstrip())
-    say(f"{name:<8}{'ok' if done.returncode == 0 else 'FAILED':<8}{time.monotonic() - started:.1f} s")
-    return done.returncode == 0
+    return told(name, started, good=done.returncode == 0)
+
+
+def run_tests(arguments: list[str]) -> bool:
+    """What is asked for, shown as it runs. The whole suite in two processes, of which one is shown afterwards."""
+    started = time.monotonic()
+    if arguments:
+        return told("tests", started, good=subprocess.run([*PYTEST, *arguments], cwd=ROOT).returncode == 0)
+    folders = [f"tests/{name}" for name in BESIDE]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        beside = subprocess.Popen([*PYTEST, *folders], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            others = subprocess.run([*PYTEST, *(f"--ignore={folder}" for folder in folders)], cwd=ROOT)
+            beside.wait()
+        finally:
+            beside.kill()
+        said.seek(0)
+        say(said.read().rstrip())
+    return told("tests", started, good=others.returncode == beside.returncode == 0)
+
+
+def told(name: str, started: float, *, good: bool) -> bool:
+    say(f"{name:<8}{'ok' if good else 'FAILED':<8}{time.monotonic() - started:.1f} s")
+    return good
 
 
 def tree_hash() -> str:
@@ -101,7 +122,7 @@ def run_slices(names: list[str]) -> bool:
             say(f"{place}: passed before on this tree")
             continue
         started = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "--full", "-m", "slow", "--timeout", "7200", name]
+        command = [*PYTEST, "--full", "-m", "slow", "--timeout", "7200", name]
         if subprocess.run(command, cwd=ROOT).returncode:
             say(f"{place}: FAILED after {time.monotonic() - started:.0f} s")
             good = False
@@ -125,7 +146,9 @@ def main(arguments: list[str]) -> int:
     full = arguments[:1] == ["--full"]
     if full and len(arguments) > 1:
         return 0 if run_slices(arguments[1:]) else 1
-    failed = [name for name, command in stages([] if full else arguments).items() if not run_stage(name, command)]
+    failed = [name for name, command in stages().items() if not run_stage(name, command)]
+    if not run_tests([] if full else arguments):
+        failed.append("tests")
     if full and not run_slices(slices()):
         failed.append("slices")
     say(f"FAILED: {', '.join(failed)}" if failed else "All checks passed")

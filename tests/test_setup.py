@@ -198,10 +198,30 @@ def test_types_are_checked_with_the_running_interpreter(
     package = tmp_path / "src" / "lockstep"
     package.mkdir(parents=True)
     (package / "errors.py").write_text("import torch\n\nx: torch.Tensor = torch.zeros(1)\n", encoding="utf-8")
-    good = checks.run_stage("types", checks.stages([])["types"])
+    good = checks.run_stage("types", checks.stages()["types"])
     said = capsys.readouterr().out
     assert good == (not told), said
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("bad", ["", "beside", "other"])
+def test_all_tests_run_in_two_processes_and_either_can_fail(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checks = load_script("checks")
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
+    for name in checks.BESIDE:
+        assert list((ROOT / "tests" / name).glob("test_*.py")), f"{name} has no tests"
+    monkeypatch.setattr(checks, "BESIDE", ("beside",))
+    for name in ("beside", "other"):
+        folder = tmp_path / "tests" / name
+        folder.mkdir(parents=True)
+        (folder / f"test_{name}.py").write_text(f"def test_{name}():\n    assert {name != bad}\n", encoding="utf-8")
+    assert checks.run_tests([]) == (not bad)
+    said = capfd.readouterr().out
+    assert said.count("1 passed") == (1 if bad else 2)
+    assert said.count("1 failed") == bool(bad)
+    assert checks.run_tests(["tests/beside", "-k", "beside"]) == (bad != "beside")
 
 
 def test_slices_are_resumed(
