@@ -100,9 +100,20 @@ def at_an_edge(rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
     return left.to("cuda", torch.bfloat16), right.to("cuda", torch.bfloat16)
 
 
-@BOTH
-def test_numbers_are_multiplied_by_the_scale_they_were_made_with(rowwise: bool) -> None:
+def by_a_rounded_peak(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, *, along: int, rowwise: bool) -> float8.Cast:
+    """A cast as it was: its peak is a number in bf16, which the compiler has both rounded and as it was."""
+    assert rowwise
+    factor = torch.finfo(kind).max / x.abs().amax(along, keepdim=True).float().clamp(min=float8.LEAST_PEAK)
+    factor = (factor.view(torch.int32) & float8.EXPONENT).view(torch.float32)
+    return (x.float() * factor).to(kind), factor.reciprocal()
+
+
+@pytest.mark.parametrize("how", ["tensorwise", "rowwise", "as it was"])
+def test_numbers_are_multiplied_by_the_scale_they_were_made_with(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales and numbers are made in several kernels, some of which see a product before it is rounded to bf16."""
+    rowwise = how != "tensorwise"
+    if how == "as it was":
+        monkeypatch.setattr(float8, "cast", by_a_rounded_peak)
 
     def around(x: Tensor, factor: Tensor, weight: Tensor, gain: Tensor) -> Tensor:
         return float8.linear(x * factor, weight, rowwise=rowwise) * gain
@@ -116,8 +127,8 @@ def test_numbers_are_multiplied_by_the_scale_they_were_made_with(rowwise: bool) 
     y = torch.compile(around, fullgraph=True, dynamic=False)(given[0], factor, given[1], gain)
     found = (y.detach(), *torch.autograd.grad(y, given, grad))
     errors = [error(one, other) for one, other in zip(found, exact, strict=True)]
-    print("rowwise" if rowwise else "tensorwise", [f"{each:.4f}" for each in errors])
-    assert all(each < 0.08 for each in errors), errors
+    print(how, [f"{each:.4f}" for each in errors])
+    assert max(errors) > 0.3 if how == "as it was" else max(errors) < 0.08, errors
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -138,15 +149,19 @@ def llama(**values: Any) -> LlamaOptions:
     )  # fmt: skip
 
 
-def learnt(built: Built, *, rows: int = 4, length: int = LENGTH, seed: int = 0) -> tuple[float, Tensor]:
+def learnt(built: Built, *, rows: int = 4, length: int = LENGTH, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
     ids = torch.randint(5, 500, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
     places = {"places_M": torch.arange(0, ids.numel(), 3).cuda()} if hasattr(built.model, "head") else {}
     targets = ids.flatten()[places["places_M"]] if places else ids
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = built.model(ids, targets, **places)
-    named = [each for each in built.model.parameters() if each.requires_grad]
-    gradients = torch.autograd.grad(loss, named)
-    return float(loss.detach()), torch.cat([gradient.flatten().double() for gradient in gradients])
+    named = {name: each for name, each in built.model.named_parameters() if each.requires_grad}
+    gradients = torch.autograd.grad(loss, list(named.values()))
+    return float(loss.detach()), {name: each.double() for name, each in zip(named, gradients, strict=True)}
+
+
+def all_of(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.flatten() for each in gradients.values()])
 
 
 def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[dict[str, int]], **how: bool) -> None:
@@ -161,22 +176,29 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
     reference, other = (made(eager, "bf16", **how) for _ in range(2))
     by_reference(reference.model, rowwise=rowwise)
     by_reference(other.model, rowwise=rowwise, noise=BLUR)
-    assert built.compiled
-    frames = 0
-    for size in given:
+    for number, size in enumerate(given):
         torch.manual_seed(1)
-        unrounded, expected, blurred, found = (learnt(each, **size) for each in (plain, reference, other, built))
-        away, ours_away = error(expected[1], unrounded[1]), error(found[1], unrounded[1])
-        apart, ours_apart = error(blurred[1], expected[1]), error(found[1], expected[1])
-        print(kind, type(options).__name__, size, f"from bf16: reference {away:.4f}, ours {ours_away:.4f};",
-              f"from the reference: blurred {apart:.4f}, ours {ours_apart:.4f};",
-              f"loss {unrounded[0]:.6g}, {expected[0]:.6g}, {blurred[0]:.6g}, {found[0]:.6g}")  # fmt: skip
-        assert found[0] == pytest.approx(expected[0], rel=2e-3)
+        (loss, unrounded), (right, expected), (_, blurred) = (
+            learnt(each, **size) for each in (plain, reference, other)
+        )
+        frames = torch._dynamo.utils.counters["frames"]["total"]
+        found_loss, found = learnt(built, **size)
+        compiled = torch._dynamo.utils.counters["frames"]["total"] - frames
+        assert compiled if number == 0 else not compiled or "length" in size, "not compiled, or again"
+        away, ours_away = (error(all_of(each), all_of(unrounded)) for each in (expected, found))
+        apart = {name: error(blurred[name], each) for name, each in expected.items() if each.any()}
+        ours = {name: error(found[name], expected[name]) for name in apart}
+        worst = max(ours, key=lambda name: ours[name] / apart[name])
+        print(kind, type(options).__name__, size, f"from bf16: reference {away:.4f}, ours {ours_away:.4f};")
+        print(
+            f"  {worst} from the reference: blurred {apart[worst]:.4f}, ours {ours[worst]:.4f};",
+            loss,
+            right,
+            found_loss,
+        )
+        assert found_loss == pytest.approx(right, rel=2e-3)
         assert ours_away == pytest.approx(away, rel=0.1)
-        assert ours_apart < 1.25 * apart
-        seen = torch._dynamo.utils.counters["frames"]["total"]
-        assert seen == frames or "length" in size or not frames, "compiled again"
-        frames = seen
+        assert ours[worst] < 2 * apart[worst], worst  # the doubled columns of one matrix are lost in a sum of all
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,11 +212,11 @@ def test_compiled_blocks_compute_what_rounded_numbers_give(kind: str, determinis
 def test_the_same_bits_again(kind: str, checkpointing: bool) -> None:
     with determinism.mode(CUDA, deterministic=True, threads=0):
         built = made(llama(), kind, deterministic=True, checkpointing=checkpointing)
-        first = learnt(built)
+        loss, first = learnt(built)
         for _ in range(5):
-            again = learnt(built)
-            assert again[0] == first[0]
-            assert torch.equal(again[1], first[1])
+            again_loss, again = learnt(built)
+            assert again_loss == loss
+            assert all(torch.equal(again[name], first[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,10 +3,10 @@
 Shapes: M tokens, K inputs, N outputs; y_MN = x_MK w_NK^T.
 
 Weights stay what they are and are cast anew in each pass, as x and the gradient g are; a scale brings the largest
-number near the largest that the type has, and is a power of two, so that nothing is rounded but by the cast: forward
-and backward, compiled or not, a matrix becomes the same numbers. `tensorwise` has one scale for each matrix, `rowwise`
-one for each row of the left and each column of the right factor. x and w become e4m3; g, whose numbers are further
-apart, e5m2, and e4m3 where it has a scale for each row.
+number near the largest that the type has, and is a power of two, so that nothing is rounded but by the cast. (What goes
+into it is bf16; the compiler may hand it over before it was rounded to that.) `tensorwise` has one scale for each
+matrix, `rowwise` one for each row of the left and each column of the right factor. x and w become e4m3; g, whose
+numbers are further apart, e5m2, and e4m3 where it has a scale for each row.
 
 The tensor cores want both factors stored along their common dimension: x and w as they are for y = x w^T, w and g
 turned over for dx = g w and dw = g^T x, and x turned over too. Nothing is done by hand for that: the casts are plain
