@@ -64,6 +64,15 @@ def _no_gpu_was_given() -> Iterator[None]:
     os.environ.pop("LOCKSTEP_DEVICE", None)
 
 
+@pytest.fixture(autouse=True)
+def _is_nobodys_worker() -> Iterator[None]:
+    """A test that plays a worker in this process would give it a guardian, which ends what it thinks hangs."""
+    yield
+    if link := sys.modules.get("lockstep.launch.link"):
+        own = link._attached.get(os.getpid())
+        assert own is None or own.work is None, f"from now on {own.work} watches the tests"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command line did."""
