@@ -47,6 +47,7 @@ from lockstep.worlds.table import World
 FAITHFUL = PPO()
 OWN = PPO(hidden=32, batch_size=80, n_epochs=6, source_lr=4e-3)
 FASTER, OWN_FASTER, TABULAR_STEPS, MORE_ACTIONS = 15, 100, 1_000_000, 100  # the limits
+DROPOUT = 0.1  # in both, as in the product
 WINDOW, WIDTH, INNER, LAYERS, HEADS, ROWS = (
     240,
     64,
@@ -134,7 +135,7 @@ class LastOnly(nn.Module):
         super().__init__()
         self.context, self.query = nn.Linear(2 + actions + 1 + 2, WIDTH), nn.Embedding(cells, WIDTH)
         self.places = nn.Parameter(torch.zeros(WINDOW, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, dropout=0.1, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, dropout=DROPOUT, activation="gelu", batch_first=True)
         self.layers = nn.TransformerEncoder(layer, LAYERS)
         self.head = nn.Linear(WIDTH, actions)
 
@@ -160,7 +161,8 @@ def learning_materials(world: World) -> Histories:
 
 def every_action(histories: Histories) -> Callable[[], int]:
     """Training steps of ours, from the numbers of the rows to the new weights; how many actions were learnt from."""
-    model = Agent(AgentShape(histories.actions, WIDTH, INNER, LAYERS, HEADS), attention="native_flash")
+    shape = AgentShape(histories.actions, WIDTH, INNER, LAYERS, HEADS, attention_dropout=DROPOUT)
+    model = Agent(shape, attention="native_flash", dropout=DROPOUT)
     initialise(model, seed=1, std=0.06)
     objective = Distill().with_histories(histories, length=WINDOW, terms={})
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -1,11 +1,14 @@
 """How long a save holds up training: ours beside torch.save, DCP's save and its async_save, on the same state.
 
 Usage: python benchmarks/checkpoint.py [--device cuda] [--megabytes 256] [--layers N] [--rounds N] [--out DIR]
+[--only "torch.save;dcp.save"]
 On the CPU a state of so many megabytes, and the yardstick is a plain copy of it in memory: ours may take 1.2 of that.
 On CUDA the production shape with its moments, while real steps are made; the limit is 1.5 s, and the stall is what a
-block of steps with a save in it takes longer than one without. torch.save and DCP are called as their manuals say, on
-state dicts of the same tensors; a save of theirs that is asynchronous counts until it gives control back. One
-checkpoint lies on the disk at a time, and one is on its way. The exit code is 1 when ours is over its limit.
+block of steps with a save in it takes longer than one without; of ours also with all steps until it is written, which
+hashing and writing may slow. torch.save and DCP are called as their manuals say, on state dicts of the same tensors; a
+save of theirs that is asynchronous counts until it gives control back, with a pinned stager (its second save, as ours
+has its memory by then too) until the copy is made, for which the next update waits. One checkpoint lies on the disk at
+a time, and one is on its way. The exit code is 1 when ours is over its limit.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.saving import Saver
@@ -36,6 +40,7 @@ from lockstep.runtime.marks import NoMarks
 
 CPU_LIMIT, CUDA_LIMIT_SECONDS = 1.2, 1.5
 WARM_STEPS, STEPS = 3, 4  # of a block
+THEIRS = "torch.save;dcp.save;dcp.async_save;dcp.async_save, pinned"
 
 
 class Ways:
@@ -46,6 +51,7 @@ class Ways:
         self.saver = Saver(Checkpointer(folder / "ours", keep_last=1), Snapshot(device))
         self.step = 0
         self.pending: Any = None
+        self.stager: DefaultStager | None = None
         self.copy: dict[str, Tensor] = {}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -72,10 +78,23 @@ class Ways:
     def dcp_async(self) -> None:
         self.pending = dcp.async_save(self.tensors(), checkpoint_id=self.folder / "dcp", no_dist=True)
 
+    def dcp_pinned(self) -> None:
+        self.stager = self.stager or DefaultStager(StagingOptions(use_shared_memory=False))
+        where = self.folder / "dcp"
+        self.pending = dcp.async_save(self.tensors(), checkpoint_id=where, no_dist=True, async_stager=self.stager)
+
+    def before_change(self) -> None:
+        """Weights may not change while they are copied."""
+        self.saver.snapshot.before_change()
+        if isinstance(self.pending, dcp.AsyncSaveResponse):
+            self.pending.staging_completion.result()
+
     def finish(self) -> None:
         """Wait for what is on its way, and make room for the next one."""
         self.saver.land(NoMarks())
-        if self.pending is not None:
+        if isinstance(self.pending, dcp.AsyncSaveResponse):
+            self.pending.upload_completion.result()
+        elif self.pending is not None:
             self.pending.result()
         self.pending, self.copy = None, {}
         gc.collect()
@@ -145,18 +164,23 @@ class Training:
 
         return capture(self.stepper, Progress(step=self.step), {})
 
-    def block(self, save: Callable[[], None] | None, steps: int = STEPS) -> float:
-        """Seconds of a few steps, with a save after the first of them."""
+    def block(
+        self, save: Callable[[], None] | None, steps: int = STEPS, written: Callable[[], bool] = lambda: True
+    ) -> tuple[float, int]:
+        """Seconds of a few steps, with a save after the first of them and more until it is written; how many."""
         self._wait()
-        since = time.perf_counter()
-        for number in range(steps):
-            self.stepper.launch(self.step, self.batches[self.step % len(self.batches)])
+        since, number, before = time.perf_counter(), -1, None
+        while (number := number + 1) < steps or not written():
+            launched = self.stepper.launch(self.step, self.batches[self.step % len(self.batches)])
+            if before:
+                before.read()  # one step behind, as in a run
+            before = launched
             self.step += 1
             if save and number == 0:
                 self._wait()  # the loop settles a step before it saves
                 save()
         self._wait()
-        return time.perf_counter() - since
+        return time.perf_counter() - since, number
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -168,7 +192,7 @@ def in_training(arguments: argparse.Namespace, folder: Path) -> int:
     training.block(None, WARM_STEPS)
     ways = Ways(training.state(), folder / "saves", training.device)
     (folder / "saves").mkdir()
-    training.stepper.before_change = ways.saver.snapshot.before_change
+    training.stepper.before_change = ways.before_change
     size = needed_bytes(ways.state)
     ways.saver.make_room(ways.state, ranks=1)
     since = time.perf_counter()
@@ -177,13 +201,22 @@ def in_training(arguments: argparse.Namespace, folder: Path) -> int:
     took = time.perf_counter() - since
     print(f"memory for a copy is pinned after {took:.1f} s of training; a save before that waits for it")
     print(f"state of {size / 1e9:.1f} GB on {training.device}; stall of a save, each beside the same steps without")
+    ways_of = {**ways.all(), "dcp.async_save, pinned": ways.dcp_pinned}
+    theirs = [name for name in arguments.only.split(";") if training.device.type == "cuda" or "pinned" not in name]
     ours: list[float] = []
-    for name in ["ours"] * arguments.rounds + ["torch.save", "dcp.save", "dcp.async_save"]:  # theirs take minutes
-        plain = training.block(None)
-        stall = training.block(ways.all()[name]) - plain
-        ours += [stall] if name == "ours" else []
-        print(f"  {name:18} {stall:8.2f} s ({STEPS} steps take {plain:.2f} s)", flush=True)
+    for name in ["ours"] * arguments.rounds + theirs:  # theirs take minutes
+        if name.endswith("pinned"):
+            training.block(ways_of[name])  # takes its memory
+            ways.finish()
+        plain, steps = training.block(None)
+        seconds, _ = training.block(ways_of[name])
+        ours += [seconds - plain] if name == "ours" else []
+        print(f"  {name:22} {seconds - plain:8.2f} s ({steps} steps take {plain:.2f} s)", flush=True)
         ways.finish()
+    seconds, steps = training.block(ways.ours, written=lambda: ways.saver.ended == ways.saver.begun)
+    slower = seconds - steps * training.block(None)[0] / STEPS
+    print(f"  {'ours, until written':22} {slower:8.2f} s ({steps} steps take {seconds:.2f} s with it)")
+    ways.finish()
     return verdict(statistics.median(ours), arguments.limit or CUDA_LIMIT_SECONDS, "s")
 
 
@@ -202,6 +235,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the preset has")
     parser.add_argument("--rounds", type=int, default=0, help="of our saves: 8, beside real steps 3")
     parser.add_argument("--limit", type=float, default=0.0)
+    parser.add_argument("--only", default=THEIRS, help="rows of theirs beside real steps, with semicolons")
     parser.add_argument("--out", type=Path, default=None, help="a folder on the disk to save to")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.out) as folder:

@@ -3,7 +3,8 @@
 Random weights are written in LLaDA's own layout (bf16, a file for each layer, an index), read by our loader, and
 trained for some steps. Usage: python benchmarks/llada_memory.py FOLDER [--shape GSAI-ML/LLaDA-8B-Base] [--layers N]
 [--cases lora,bf16,int8] [--batch 1] [--context 2048] [--steps 4] [--rank 16] [--device cuda|cpu] [--eager] [--json F]
-A folder that has weights is used as it is. On the CPU the peak is not known and the ratio is left out.
+A folder that has weights is used as it is. On the CPU the peak is not known and the ratio is left out. The exit code is
+1 where an estimate is further than 10 % from the peak.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lockstep.runtime.group import Group
 from lockstep.runtime.marks import NoMarks
 
 GIB = 2**30
+LIMIT = 0.1  # of the peak
 CASES: dict[str, dict[str, str]] = {
     "lora": {"model.lora_rank": "{rank}"},
     "lora-plain": {"model.lora_rank": "{rank}", "system.gradient_checkpointing": "false"},
@@ -182,7 +184,15 @@ def main(arguments: list[str]) -> int:
             torch.cuda.empty_cache()
     if asked.json:
         asked.json.write_text(json.dumps(results, indent=1))
-    return 0
+    return verdict([each["ratio"] for each in results if "ratio" in each])
+
+
+def verdict(ratios: list[float]) -> int:
+    """Say whether all estimates are near enough; the exit code."""
+    good = all(abs(ratio - 1) <= LIMIT for ratio in ratios)
+    if ratios:
+        say(f"{'ok' if good else 'TOO FAR'}: estimates within {LIMIT:.0%} of the peak")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

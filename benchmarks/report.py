@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.contracts import StepRecord
@@ -27,7 +26,7 @@ from lockstep.report.logs import setup_logging
 from lockstep.report.tensorboard import TensorboardSink
 from lockstep.runtime.scrub import bytes_scrubber
 
-LIMITS = {"log line": 2.0, "step line": 2.5, "event": 1.0, "TensorBoard": 0.25, "1,000 lines of a worker": 2.0}
+LIMITS = {"log line": 2.0, "step line": 2.5, "event": 2.0, "TensorBoard": 0.25, "1,000 lines of a worker": 2.0}
 LINE = "Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30"
 Call = Callable[[], object]
 
@@ -60,7 +59,7 @@ def pairs(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Call, Ca
         "step line": (lambda: console.write(step), lambda: plain.info("%s", LINE)),
         "event": (
             lambda: events.write(step),
-            lambda: os.write(descriptor, (json.dumps(asdict(step)) + "\n").encode()),
+            lambda: os.write(descriptor, (json.dumps({**vars(step), "measures": dict(step.measures)}) + "\n").encode()),
         ),
         "1,000 lines of a worker": relays(),
     }
