@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -80,12 +81,13 @@ RIGHT = float8.cast
 def within(what: str, plain: list[float], small: list[float]) -> bool:
     """Say whether float8 is where bf16 is."""
     low, high, mean = min(plain), max(plain), statistics.fmean(small)
-    furthest = max(abs(one - other) for one, other in zip(plain, small, strict=True))
+    more = [other - one for one, other in zip(plain, small, strict=True)]
+    furthest, unsure = max(map(abs, more)), statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else math.nan
     good = low <= mean <= high and furthest <= high - low
     print(
         f"{'ok' if good else 'NOT THE SAME'}: {what}: bf16 {low:.4f} to {high:.4f}, mean "
         f"{statistics.fmean(plain):.4f}, float8 {mean:.4f}; furthest from its own seed {furthest:.4f}, spread "
-        f"{high - low:.4f}"
+        f"{high - low:.4f}; {statistics.fmean(more):+.4f} +- {unsure:.4f} on average"
     )
     return good
 
