@@ -261,3 +261,23 @@ def test_a_damaged_list_of_nodes_is_no_reason_to_die(
     for text in ("[1]", '[{"node": 1}]', "{", '{"node": 1}'):
         (keeper.folder / "nodes.json").write_text(text)
         assert keeper._silent_nodes() == []
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_the_shell_of_a_person_who_started_a_worker_is_left_alone(
+    watched: tuple[guardian.Guardian, subprocess.Popen[bytes]], by_torchrun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RANK=0 WORLD_SIZE=2 lockstep train, typed: its failure is said at once. torchrun without workers is ended."""
+    keeper, agent = watched
+    monkeypatch.delenv(guardian.ELASTIC, raising=False)
+    if by_torchrun:
+        monkeypatch.setenv(guardian.ELASTIC, "none")
+    for name in ("LONELY_SECONDS", "GRACE_SECONDS", "AGENT_SECONDS"):
+        monkeypatch.setattr(guardian, name, 0.2)
+    keeper.nodes = 2
+    for slot in (0, 1):
+        keeper._add_end(slot, 2, 0)
+    keeper._blame_first()
+    keeper._say()
+    time.sleep(0.1)
+    assert (agent.poll() is None) == (not by_torchrun)

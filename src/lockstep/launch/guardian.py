@@ -330,10 +330,11 @@ class Guardian:
         self.kill_at = float("inf") if number == signal.SIGKILL else time.monotonic() + GRACE_SECONDS
 
     def _say(self) -> None:
-        """The last lines on screen: after torchrun's own summary; at once where it goes on with another round, and
-        under srun, which ends us with its tasks."""
+        """The last lines on screen: after torchrun's own summary; at once where it goes on with another round, under
+        srun, which ends us with its tasks, and where a person or a script of theirs has started the workers: their
+        shell says nothing in the end, and is nobody's to be ended."""
         assert self.record is not None
-        if not self.by_srun and rounds.current().is_last:
+        if environment.get(ELASTIC) and not self.by_srun and rounds.current().is_last:
             self._outlast_agent()
         text = "\n".join(failure.block(self.record, nodes=self.nodes)) + "\n"
         with contextlib.suppress(OSError):
