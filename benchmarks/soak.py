@@ -231,10 +231,10 @@ class Soak:
                 self.wrong.append(f"{file} differs")
         if left := [str(path) for path in self.run.rglob("*.tmp*")]:
             self.wrong.append(f"temporary files are left: {left[:3]}")
-        restarts = sum(event["kind"] == "restart" for event in read_all(self.run / "events.jsonl"))
+        restarts = [event for event in read_all(self.run / "events.jsonl") if event["kind"] == "restart"]
         expected = sum(met.planned.fault.ends is None for met in self.met)
-        if restarts != expected:
-            self.wrong.append(f"{restarts} restarts for {expected} crashes and hangs")
+        if len(restarts) != expected:
+            self.wrong.append(f"{len(restarts)} restarts for {expected} crashes and hangs: {restarts}")
         self._check_nobody("in the end")
 
     def _check_nobody(self, when: str) -> None:
