@@ -86,6 +86,33 @@ def test_an_error_stream_that_takes_nothing_changes_no_code(monkeypatch: pytest.
         assert cli.main(["nonsense"]) == 2
 
 
+def test_a_launcher_goes_on_where_its_lines_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A restart is made although `[RESTART]` finds no place; said once. A reader that went away is another matter."""
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        guard.mention("one line")
+        guard.mention("another")
+    assert capsys.readouterr().err == (
+        "lockstep: standard output: cannot write: No space left on device. Training goes on without it\n"
+    )
+    monkeypatch.setattr(guard, "say", raising(BrokenPipeError()))
+    with pytest.raises(BrokenPipeError):
+        guard.mention()
+
+
+def test_variables_that_were_left_over_make_no_worker_of_a_reader(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`status` in a shell where RANK was exported: its error alone, and no guardian beside it."""
+    monkeypatch.setattr("lockstep.launch.link.attach", lambda _place: pytest.fail("became a worker"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["status", "nosuch"]) == ExitCode.NOT_FOUND
+    assert "nosuch" in capsys.readouterr().err
+
+
 def test_as_a_process_with_no_or_a_full_standard_output() -> None:
     """The end of the interpreter flushes once more: nothing may be left then."""
     for words, redirect, code, said in (

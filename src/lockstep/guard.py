@@ -19,6 +19,10 @@ from lockstep.runtime import env
 from lockstep.runtime.signals import UNSTOPPABLE
 
 BROKEN_PIPE = 141  # what a shell reports for a command whose reader went away
+# Commands that are never one of several workers, whatever variables were left over.
+ALONE = frozenset(
+    {"status", "logs", "stop", "bench", "diff", "doctor", "script", "export", "config", "init", "families"}
+)
 Kind = Literal["error", "stopped", "crash"]
 Tell = Callable[[str, Kind], None]
 
@@ -36,6 +40,14 @@ def say(*lines: str) -> None:
             return
         what = f"cannot write: {error.strerror or error}"
         raise LockstepError(what, where="standard output", exit_code=ExitCode.IO) from error
+
+
+def mention(*lines: str) -> None:
+    """As say, by who goes on where they cannot be written: it is told once, the stream is silent afterwards."""
+    try:
+        say(*lines)
+    except LockstepError as error:
+        complain(f"{error}. Training goes on without it", "stopped")
 
 
 def complain(text: str, kind: Kind = "error") -> None:
@@ -65,7 +77,8 @@ def run(program: Callable[[], int], words: Sequence[str], tell: Tell = complain)
     except BaseException as error:
         with _deaf():  # another Ctrl-C must not cut the explanation short
             code = int(_explain(error, words, tell))
-            _tell_launcher(error, code)
+            if not ALONE.intersection(words[:1]):
+                _tell_launcher(error, code)
             return code
 
 

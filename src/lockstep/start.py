@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.arguments import without
 from lockstep.errors import ConfigError, ExitCode, Stopped
-from lockstep.guard import say
+from lockstep.guard import mention, say
 from lockstep.runtime import devices, env
 from lockstep.runtime.grid import check_canonical, grid
 
@@ -47,7 +47,7 @@ class Start:
     single: bool = False  # a documented script of one process
     log_folder: Path | None = None  # of the documented launcher logs: gpu_<id>.log
     transcript: Path | None = None  # a file for all that is shown; of runs by workers of our own
-    told: Callable[..., None] = field(default=say)
+    told: Callable[..., None] = field(default=mention)
     opening: Callable[[Loaded], list[str]] | None = None  # lines of the first worker before it trains
     listeners: Callable[[Loaded], list[Sink]] | None = None  # who else hears of its steps
 

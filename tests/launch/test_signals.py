@@ -160,6 +160,25 @@ def test_reader_goes_away(tmp_path: Path) -> None:
     ended = harness.run(["bash", "-c", shell], cwd=ROOT, STUB_OPTIONS="steps=5000", seconds=20)
     assert ended.out.splitlines()[-1] == "code 141", ended.out
     ended.check_clean()
+    saved(tmp_path / "run")
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])
+def test_control_c_reaches_the_reader_too(tmp_path: Path, noticed: bool) -> None:
+    """`| tee log`, Ctrl-C: tee is gone before the launcher hears of it. What was learnt is saved all the same."""
+    environ = {**os.environ, "STUB_OPTIONS": "steps=50000,save_seconds=0.5", harness.STAMP: "tee"}
+    command = [*LAUNCHER, "2", str(tmp_path / "run")]
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, start_new_session=True) as job:
+        assert job.stdout is not None
+        read = b""
+        while b"[GPU1] Step [1]" not in read or b"[GPU0] Step [1]" not in read:
+            read += os.read(job.stdout.fileno(), 4096)
+        job.stdout.close()
+        time.sleep(0.2 * noticed)  # lines that nobody takes
+        job.send_signal(signal.SIGINT)
+        assert job.wait(20) == 130
+    saved(tmp_path / "run")
+    assert not harness.survivors("tee")
 
 
 @pytest.mark.slow

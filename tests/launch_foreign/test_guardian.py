@@ -182,7 +182,8 @@ def test_an_orphan_says_why_it_ends(tmp_path: Path) -> None:
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     answer = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert answer.returncode == 143
-    assert answer.stderr == "lockstep: the launcher of rank 1 is gone: nothing was begun\n"
+    said = "lockstep: the launcher of rank 1 is gone: nothing was begun\n"
+    assert answer.stderr == f"{said}  try: unset TORCHELASTIC_RUN_ID RANK WORLD_SIZE\n"
 
 
 @pytest.mark.slow
@@ -269,9 +270,8 @@ def test_the_shell_of_a_person_who_started_a_worker_is_left_alone(
 ) -> None:
     """RANK=0 WORLD_SIZE=2 lockstep train, typed: its failure is said at once. torchrun without workers is ended."""
     keeper, agent = watched
-    monkeypatch.delenv(guardian.ELASTIC, raising=False)
-    if by_torchrun:
-        monkeypatch.setenv(guardian.ELASTIC, "none")
+    assert keeper.by_hand, "there is no variable of torchrun's here"
+    keeper.by_hand = not by_torchrun
     for name in ("LONELY_SECONDS", "GRACE_SECONDS", "AGENT_SECONDS"):
         monkeypatch.setattr(guardian, name, 0.2)
     keeper.nodes = 2

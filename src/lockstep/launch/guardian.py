@@ -49,7 +49,11 @@ def enlist(env: Env) -> Path:
     agent = find_agent(TASK if env.launcher == "slurm" else ELASTIC)
     if environment.get(ELASTIC) and not _is_python(agent):  # an heir: PID 1, or another that adopts orphans
         with contextlib.suppress(OSError):
-            os.write(2, f"lockstep: the launcher of rank {env.rank} is gone: nothing was begun\n".encode())
+            os.write(
+                2,
+                f"lockstep: the launcher of rank {env.rank} is gone: nothing was begun\n"
+                f"  try: unset {ELASTIC} RANK WORLD_SIZE\n".encode(),
+            )
         os._exit(int(ExitCode.TERMINATED))
     common_folder.sweep()
     key = " ".join([started(agent), *[environment.get(name) for name in JOB_NAMES]])
@@ -112,6 +116,8 @@ class Guardian:
         self.node = node
         self.nodes = nodes
         self.by_srun = launcher == "slurm"
+        self.by_hand = not self.by_srun and not environment.get(ELASTIC)  # by a person or a script: their shell
+        self.deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup: who stays when the shell ends
         self.beats = beats.Beats(folder, count)
         self.met: set[int] = set()
         self.workers: dict[int, Stranger] = {}
@@ -144,7 +150,7 @@ class Guardian:
     @property
     def over(self) -> bool:
         met_all = len(self.met) == self.beats.count or self.agent is None
-        return met_all and not self.alive
+        return (met_all or (self.by_hand and self.record is not None)) and not self.alive
 
     def watch(self) -> None:
         """Until every worker has ended; then the last word."""
@@ -152,7 +158,7 @@ class Guardian:
             self._meet()
             for slot in sorted(self._wait(LOOK_SECONDS), key=self._is_secondary):  # at once: the stop was first
                 self._note_end(slot)
-            if self.agent is None and self.kill_at == float("inf"):
+            if self.agent is None and self.kill_at == float("inf") and not (self.by_hand and self.deaf):
                 self._end_all(signal.SIGTERM)
             now = time.monotonic()
             if now > self.judge_at:
@@ -334,7 +340,7 @@ class Guardian:
         srun, which ends us with its tasks, and where a person or a script of theirs has started the workers: their
         shell says nothing in the end, and is nobody's to be ended."""
         assert self.record is not None
-        if environment.get(ELASTIC) and not self.by_srun and rounds.current().is_last:
+        if not self.by_hand and not self.by_srun and rounds.current().is_last:
             self._outlast_agent()
         text = "\n".join(failure.block(self.record, nodes=self.nodes)) + "\n"
         with contextlib.suppress(OSError):
@@ -368,14 +374,14 @@ def _has_children(pid: int) -> bool:
 
 def main(words: Sequence[str]) -> None:
     """`python -m lockstep.launch.guardian FOLDER COUNT AGENT NODE NODES LAUNCHER`."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the workers; SLURM signals every process of a step
     folder, count, agent, node, nodes, launcher = words
     try:
         common_folder.keep(Path(folder))
         guardian = Guardian(Path(folder), int(count), int(agent), node=int(node), nodes=int(nodes), launcher=launcher)
     except OSError:  # the launcher is gone already, and its workers with it
         return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the workers; SLURM signals every process of a step
     guardian.watch()
 
 

@@ -138,9 +138,11 @@ def _attach(env: environment.Env) -> Link:
         work = Path(folder)
         _follow(work, env.local_rank)
     else:
-        die_with_parent(signal.SIGTERM)  # time to save; the guardian ends who takes too long
         from lockstep.launch import guardian
 
+        deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup, of a shell that is no launcher
+        if not deaf or environment.get(guardian.ELASTIC) or env.launcher == "slurm":
+            die_with_parent(signal.SIGTERM)  # time to save; the guardian ends who takes too long
         work = guardian.enlist(env)
         if line_path(work, env.local_rank).exists():
             _follow(work, env.local_rank)
@@ -208,7 +210,10 @@ def _follow(work: Path, slot: int) -> None:
     try:
         # without blocking: a launcher that is gone already must not be waited for
         descriptor = os.open(line_path(work, slot), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:  # the launcher has cleaned up
+    except FileNotFoundError:  # the launcher has cleaned up, or its variables were left over
+        with contextlib.suppress(OSError):
+            gone = f"lockstep: the launcher of this worker is gone ({work}): nothing was begun\n"
+            os.write(2, f"{gone}  try: unset LOCKSTEP_WORK RANK WORLD_SIZE\n".encode())
         _leave()
     os.set_blocking(descriptor, True)
 

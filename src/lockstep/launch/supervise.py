@@ -86,6 +86,7 @@ class _Supervisor:
         self._records = Records(watch.node, watch.log_folder, self.tell)
         self._slowness = watchdog.Slowness(watch.slow_factor)
         self._weak_since = 0.0
+        self._unread = False  # workers were asked to stop because nobody reads what they say
         self._tick_seconds = min(TICK_SECONDS, watch.hang_seconds / 10)
         self._ticked = time.monotonic()
         self._awake_ns = 0  # silence from before this moment does not count
@@ -121,12 +122,12 @@ class _Supervisor:
         self._tell_all([banner.all_started(procs)] if documented else ())
         while True:
             team.wait(self._tick_seconds)
-            if team.screen.closed:
-                team.end_all(DYING_SECONDS)
-                return self._finish(BROKEN_PIPE)
             if self._hear():
                 team.end_all(HURRY_SECONDS)
                 return self._finish(int(ExitCode.INTERRUPTED), reader_seconds=0)
+            if team.screen.closed and team.stop is None:  # perhaps by a Ctrl-C that `| tee` has heard before us
+                self._unread = True
+                team.ask_to_stop(signal.SIGTERM)
             if (end := self._first_failure()) is not None:
                 return self._fail(end)
             if not team.alive:
@@ -138,6 +139,9 @@ class _Supervisor:
         """Pass on signals. True: all shall end at once."""
         while self.team.inbox.received:
             number = self.team.inbox.received.popleft()
+            if self._unread:  # they have been asked; this is why
+                self._unread, self.team.stop = False, number
+                continue
             if number == signal.SIGINT and self.team.stop is not None:
                 return True
             self.team.ask_to_stop(number)
@@ -168,7 +172,9 @@ class _Supervisor:
         return end.code not in STOPS.values() or bool(end.record)
 
     def _code(self) -> int:
-        """All have ended and none has failed: done, or stopped by a signal."""
+        """All have ended and none has failed: done, or stopped by a signal, or because their reader went away."""
+        if self._unread:
+            return BROKEN_PIPE
         stopped = [end.code for end in self.team.ends.values() if end.code]
         if not stopped:
             return int(ExitCode.DONE)
