@@ -230,3 +230,21 @@ def test_a_stranger_at_the_address_does_not_hold_us_for_ever(meeting: int, monke
 def test_who_does_not_come_is_named(meeting: int) -> None:
     with pytest.raises(LockstepError, match="rank 1, 2 of 3 did not come within 1 s"):
         join(Env(rank=0, world=3, local_world=3), CPU, timeout_seconds=5, join_seconds=1)
+
+
+@pytest.mark.parametrize("how", ["dies before it has begun", "cannot be had"])
+def test_out_of_memory_nobody_waits_for_the_thread_that_leaves(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`threading.Thread.start` would, for ever: its new thread is to say that it runs, and has no memory for that."""
+
+    def no_thread(*_: object) -> int:
+        if how == "cannot be had":
+            raise RuntimeError("can't start new thread")
+        return 0
+
+    monkeypatch.setattr("_thread.start_new_thread", no_thread)
+    monkeypatch.setattr("threading._start_new_thread", no_thread)
+    monkeypatch.setattr("lockstep.runtime.group.CLOSE_SECONDS", 0.05)
+    control: Any = object()
+    group = Group(0, 2, control=control)
+    group.close()
+    assert group._control is None

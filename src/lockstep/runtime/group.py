@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import logging
@@ -189,16 +190,21 @@ class Group:
         if self._control is None:
             return
         self._control = None
-        leaving = threading.Thread(target=_leave, name="leave-group", daemon=True)
-        leaving.start()
-        leaving.join(CLOSE_SECONDS)  # NCCL may wait for a dead peer for ever
+        left = threading.Lock()
+        left.acquire()
+        with contextlib.suppress(RuntimeError):  # no thread to be had: the exchange ends with this process
+            # not by threading: out of memory its new thread dies before it has begun, which `start` waits for
+            _thread.start_new_thread(_leave, (left,))
+            left.acquire(timeout=CLOSE_SECONDS)  # NCCL may wait for a dead peer for ever
 
 
-def _leave() -> None:
+def _leave(left: threading.Lock) -> None:
     try:
         dist.destroy_process_group()
     except Exception as error:
         logger.debug("Leaving the process group: %s", error)
+    finally:
+        left.release()
 
 
 def join(env: Env, device: torch.device, *, timeout_seconds: float, join_seconds: float = JOIN_SECONDS) -> Group:
