@@ -160,7 +160,6 @@ def test_reader_goes_away(tmp_path: Path) -> None:
     ended = harness.run(["bash", "-c", shell], cwd=ROOT, STUB_OPTIONS="steps=5000", seconds=20)
     assert ended.out.splitlines()[-1] == "code 141", ended.out
     ended.check_clean()
-    saved(tmp_path / "run")
 
 
 @pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])

@@ -150,13 +150,15 @@ def test_sigkill_of_any_rank_loses_nothing_acknowledged(
     server: subprocess.Popen[str], count: int, tmp_path: Path
 ) -> None:
     unfinished = 0
-    for folder, acknowledged in kills(server, count, tmp_path, "ours"):
+    for number, (folder, acknowledged) in enumerate(kills(server, 4 * count, tmp_path, "ours"), start=1):
         newest = Checkpointer(folder).latest()
         assert newest is not None, f"{folder.name}: nothing can be loaded"
         assert check_whole(newest) >= acknowledged, f"{folder.name}: an acknowledged save is lost"
         unfinished += any(".tmp-" in path.name for path in folder.iterdir())
         rundir.sweep(folder)
         assert not [path for path in folder.iterdir() if ".tmp-" in path.name]
+        if number >= count and unfinished:  # a few alone may all miss the moment of a save
+            break
     assert unfinished > 0, "no kill ever hit a save: the test tests nothing"
 
 
