@@ -117,7 +117,7 @@ class Guardian:
         self.nodes = nodes
         self.by_srun = launcher == "slurm"
         self.by_hand = not self.by_srun and not environment.get(ELASTIC)  # by a person or a script: their shell
-        self.deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup: who stays when the shell ends
+        self.deaf = False  # nohup: the workers stay when the shell ends
         self.beats = beats.Beats(folder, count)
         self.met: set[int] = set()
         self.workers: dict[int, Stranger] = {}
@@ -374,14 +374,16 @@ def _has_children(pid: int) -> bool:
 
 def main(words: Sequence[str]) -> None:
     """`python -m lockstep.launch.guardian FOLDER COUNT AGENT NODE NODES LAUNCHER`."""
+    deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the workers; SLURM signals every process of a step
     folder, count, agent, node, nodes, launcher = words
     try:
         common_folder.keep(Path(folder))
         guardian = Guardian(Path(folder), int(count), int(agent), node=int(node), nodes=int(nodes), launcher=launcher)
     except OSError:  # the launcher is gone already, and its workers with it
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the workers; SLURM signals every process of a step
+    guardian.deaf = deaf
     guardian.watch()
 
 
