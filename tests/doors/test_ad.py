@@ -9,9 +9,9 @@ import contextlib
 import io
 import json
 import math
-import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +26,8 @@ from lockstep.compat import main
 from lockstep.engine import agent_files
 from tests.conftest import Outcome
 from tests.doors.agents import AD, QUICK, ROWS, RUN, SAVES, STEPS, WARM_UP, collected, make
+from tests.faults import trainer
+from tests.launch import harness
 
 Run = Callable[..., Outcome]
 KEYS = {"step", "config", "model", "optimizer", "lr_sched", "lockstep"}
@@ -60,13 +62,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory, histories: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, histories: Path) -> Path:
-    """The same as a process of its own, as a user starts it, and gone in its 13th step."""
+    """The same as a process of its own, as a user starts it: gone in its 13th step, with its 10th in the file."""
     folder = make(tmp_path_factory.mktemp("killed"), histories)
-    words = [sys.executable, str(AD / "train.py"), *QUICK]
-    done = subprocess.run(words, capture_output=True, cwd=folder, env=os.environ | {"LOCKSTEP_FAULT": "kill@step=12"})
-    assert done.returncode == -9, done.stdout + done.stderr
-    assert b"Traceback" not in done.stderr
-    assert saved(folder) == ["ckpt-10.pt"]
+    job = harness.start(
+        [sys.executable, str(AD / "train.py"), *QUICK], cwd=folder, LOCKSTEP_FAULT="hang@step=12,seconds=600"
+    )
+    trainer.wait_until(lambda: (folder / RUN).is_dir() and saved(folder) == ["ckpt-10.pt"], job, seconds=120)
+    job.send(signal.SIGKILL)
+    ended = job.finish()
+    assert ended.code == 137, ended.out
+    assert "Traceback" not in ended.out
     assert torch.load(folder / RUN / "ckpt-10.pt")["step"] == 10
     return folder
 
