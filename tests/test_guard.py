@@ -61,6 +61,29 @@ def test_closed_streams_lead_nowhere(
             stream.close()
 
 
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+    """Without any stream the next files opened would be 0, 1 and 2, and a library's warnings would land in them."""
+    ask = "import os; from lockstep import guard; guard.run(lambda: 0, []); mine = open('mine', 'w')"
+    ask += "; print(mine.fileno() > 2, *[os.readlink(f'/proc/self/fd/{each}') for each in range(3)], file=mine)"
+    subprocess.run(["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, ask], cwd=tmp_path, check=True)
+    assert (tmp_path / "mine").read_text().split() == ["True", os.devnull, os.devnull, os.devnull]
+
+
+def test_a_folder_that_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gone").mkdir()
+    here = Path.cwd()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        assert cli.main(["families"]) == 66
+    finally:
+        os.chdir(here)
+    assert (
+        capfd.readouterr().err
+        == "lockstep: error: the folder this was started in is gone\n  try: cd to one that is there\n"
+    )
+
+
 @pytest.mark.parametrize("words", [["--help"], ["config", "show", "llama", "tiny"], ["config", "schema"]])
 def test_a_full_disk_is_one_line_and_exit_74(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -163,6 +163,20 @@ def test_a_given_port_is_used_or_refused(lockstep: Cli, seen: Seen, monkeypatch:
     assert seen.variables[0]["MASTER_PORT"] != port, "a free one"
 
 
+def test_an_address_of_another_machine(lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left over from another job it is told and not used; asked for, it is refused. Neither is waited for."""
+    refused = lockstep(*TINY, "--gpus", "2", "--master-addr", "192.0.2.1")
+    assert refused.code == 2
+    assert "192.0.2.1 is not an address of this machine" in refused.err
+    assert not seen.procs
+    for name in ("192.0.2.1", "x" * 70):  # a name that no resolver is asked for
+        monkeypatch.setenv("MASTER_ADDR", name)
+        done = lockstep(*TINY, "--gpus", "2")
+        assert done.code == 0, done.err
+        assert f"MASTER_ADDR={name} is not this machine" in done.out
+        assert seen.variables[-1]["MASTER_ADDR"] == "127.0.0.1"
+
+
 def test_other_launchers_are_started_as_one_process(lockstep: Cli, seen: Seen) -> None:
     for how, word in (("torchrun", "torch.distributed.run"), ("accelerate", "accelerate.commands.launch")):
         assert lockstep(*TINY, "--gpus", "3", "--launch", how).code == 0

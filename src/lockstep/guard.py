@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TextIO
 
 from lockstep import __version__
-from lockstep.errors import ExitCode, LockstepError, Stopped
+from lockstep.errors import ExitCode, LockstepError, NotFoundError, Stopped
 from lockstep.runtime import env
 from lockstep.runtime.signals import UNSTOPPABLE
 
@@ -71,6 +71,7 @@ def run(program: Callable[[], int], words: Sequence[str], tell: Tell = complain)
     _open_streams()
     _hide_tokens(words)
     try:
+        _check_place()
         code = _finish(program)
         say()  # what argparse and the log have left in the stream
         return code
@@ -205,8 +206,19 @@ def _install_command() -> str:
     return f"{sys.executable} -m pip install {f'-r {lock}' if lock.is_file() else 'lockstep-train'}"
 
 
+def _check_place() -> None:
+    """Libraries fail in odd ways in a folder that was removed (MKL: it cannot load torch)."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise NotFoundError("the folder this was started in is gone", hint="cd to one that is there") from error
+
+
 def _open_streams() -> None:
     """Streams that can be written to, in UTF-8 whatever LANG says; one that was closed (`>&-`) leads nowhere."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run's would be taken for a stream
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:

@@ -341,6 +341,8 @@ def io_error(error: OSError, path: Path, *, doing: str, need_bytes: int = 0) -> 
     free, hint = "", f"make {path.parent} writable, or name another folder"
     if error.errno in NO_ROOM:
         hint = "free some space, or name a folder on another disk"
+        if error.errno == errno.EFBIG:
+            hint = "ulimit -f unlimited, should that limit be set here; else a folder on another disk"
         with contextlib.suppress(OSError):
             place = next(parent for parent in (path, *path.parents) if parent.exists())
             needed = f", {need_bytes / 2**20:.1f} MiB needed" if need_bytes else ""

@@ -255,7 +255,7 @@ def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
     """Where the workers meet. A port that was given is used or refused, else a free one is taken."""
     given = _port(asked)
     address = asked.address or env.get("MASTER_ADDR")
-    if address:
+    if asked.address or (address and nodes > 1):
         env.check_host(address)
     if nodes > 1:
         if not address:
@@ -266,6 +266,12 @@ def _rendezvous(asked: Start, *, node: int, nodes: int) -> tuple[str, int]:
         if node == 0:
             env.check_port(given)
         return address, given
+    if address and not env.is_here(address):
+        if asked.address:
+            what = f"{address} is not an address of this machine, and no other takes part"
+            raise ConfigError(what, where="--master-addr", hint="--nodes N --node-rank R for several machines")
+        asked.told(f"[WARNING] MASTER_ADDR={address} is not this machine, and no other takes part: {LOOPBACK} is used")
+        address = LOOPBACK
     if given is None:
         return address or LOOPBACK, env.free_port(LOOPBACK)
     env.check_port(given)

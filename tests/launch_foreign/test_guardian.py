@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import OutputError
+from lockstep.errors import ExitCode, OutputError
 from lockstep.launch import beats, common_folder, guardian, link, watchdog
 from tests.launch_foreign.foreign import LAUNCHERS, STUB, Foreign, failure_of, last_block, make_run, start, wait_for
 
@@ -262,6 +262,41 @@ def test_a_damaged_list_of_nodes_is_no_reason_to_die(
     for text in ("[1]", '[{"node": 1}]', "{", '{"node": 1}'):
         (keeper.folder / "nodes.json").write_text(text)
         assert keeper._silent_nodes() == []
+
+
+def test_by_hand_the_next_try_is_as_new(watched: tuple[guardian.Guardian, subprocess.Popen[bytes]]) -> None:
+    """One of two was started and ended with Ctrl-C: its guardian waits for no other as long as the shell lives."""
+    keeper, _agent = watched
+    keeper.workers.pop(1)
+    keeper.met.remove(1)
+    keeper.workers[0].send(signal.SIGKILL)
+    while not keeper._wait(1.0):
+        pass
+    keeper.workers[0].code = int(ExitCode.INTERRUPTED)
+    assert keeper.over
+    keeper.by_hand = False
+    assert not keeper.over, "torchrun starts the other one sooner or later"
+
+
+def test_a_folder_is_discarded_when_nobody_needs_it(tmp_path: Path) -> None:
+    folder = tmp_path / "workers"
+    needs = (
+        "import pathlib, sys; from lockstep.launch import common_folder; common_folder.hold(pathlib.Path(sys.argv[1]))"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{needs}; print(flush=True); input()", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    common_folder.discard(folder)
+    assert folder.is_dir(), "it lives"
+    holder.kill()
+    holder.communicate()
+    common_folder.discard(folder)
+    assert not folder.exists()
+    common_folder.discard(folder)
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])

@@ -51,10 +51,15 @@ def sweep() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         parent = folder.name.removeprefix(prefix).partition("-")[0]
         if parent.isdigit() and not Path(f"/proc/{parent}").exists() and not folder.is_symlink():
-            with contextlib.suppress(OSError):
-                alive = os.open(folder / ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(alive)
+            discard(folder)
+
+
+def discard(folder: Path) -> None:
+    """Remove it, unless somebody who needs it lives."""
+    with contextlib.suppress(OSError):
+        alive = os.open(folder / ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(alive)

@@ -59,6 +59,8 @@ def enlist(env: Env) -> Path:
     key = " ".join([started(agent), *[environment.get(name) for name in JOB_NAMES]])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{agent}-{digest}"
+    if _is_by_hand(env.launcher):
+        common_folder.discard(folder)  # of workers that are gone: the next ones of this shell are as new
     common_folder.hold(folder)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -69,6 +71,11 @@ def enlist(env: Env) -> Path:
     finally:
         os.close(lock)
     return folder
+
+
+def _is_by_hand(launcher: str) -> bool:
+    """Whether a person or a script has started the workers: what is above them is a shell, and no launcher."""
+    return launcher != "slurm" and not environment.get(ELASTIC)
 
 
 def find_agent(mark: str) -> int:
@@ -116,7 +123,7 @@ class Guardian:
         self.node = node
         self.nodes = nodes
         self.by_srun = launcher == "slurm"
-        self.by_hand = not self.by_srun and not environment.get(ELASTIC)  # by a person or a script: their shell
+        self.by_hand = _is_by_hand(launcher)
         self.deaf = False  # nohup: the workers stay when the shell ends
         self.beats = beats.Beats(folder, count)
         self.met: set[int] = set()
@@ -150,7 +157,7 @@ class Guardian:
     @property
     def over(self) -> bool:
         met_all = len(self.met) == self.beats.count or self.agent is None
-        return (met_all or (self.by_hand and self.record is not None)) and not self.alive
+        return (met_all or (self.by_hand and bool(self.met))) and not self.alive
 
     def watch(self) -> None:
         """Until every worker has ended; then the last word."""

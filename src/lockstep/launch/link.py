@@ -199,7 +199,7 @@ def dying_with(parent: int, number: int = signal.SIGKILL) -> Callable[[], None]:
 
 def die_with_parent(number: int) -> None:
     """The signal comes when the parent dies; if it is dead already, end now. Behind another launcher it is that one."""
-    launcher = int(environment.get("LOCKSTEP_LAUNCHER_PID") or 0)
+    launcher = environment.launcher_pid()
     dying_with(os.getppid(), number)()
     if launcher and os.getppid() != launcher and not Path(f"/proc/{launcher}").exists():
         os._exit(int(ExitCode.TERMINATED))

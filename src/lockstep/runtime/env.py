@@ -89,7 +89,8 @@ def _by_rank(environ: Mapping[str, str]) -> Env:
     _below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world)
     _below("GROUP_RANK", node, "the number of nodes", nodes)
     if local_world > world:
-        raise ConfigError(f"LOCAL_WORLD_SIZE={local_world} is above WORLD_SIZE={world}", where="environment")
+        what = f"LOCAL_WORLD_SIZE={local_world} is above WORLD_SIZE={world}"
+        raise ConfigError(what, where="environment", hint="unset LOCAL_WORLD_SIZE, where it was left over")
     if world > 1 and "MASTER_ADDR" not in environ:
         raise ConfigError("RANK is set, and MASTER_ADDR is not", where="environment", hint="start with torchrun")
     launcher = "torchrun"
@@ -145,13 +146,17 @@ def _number(environ: Mapping[str, str], *names: str, least: int = 0, default: in
         return default
     if text is None or not re.fullmatch(r"\s*\d{1,10}\s*", text) or int(text) < least:
         got = "is not set" if text is None else f"is {text!r}"
-        raise ConfigError(f"{name} {got}; it must be a whole number from {least}", where="environment")
+        hint = (
+            "start with torchrun, srun or lockstep train" if text is None else f"unset {name}, where it was left over"
+        )
+        raise ConfigError(f"{name} {got}; it must be a whole number from {least}", where="environment", hint=hint)
     return int(text)
 
 
 def _below(name: str, value: int, limit_name: str, limit: int) -> None:
     if value >= limit:
-        raise ConfigError(f"{name}={value} must be below {limit_name}={limit}", where="environment")
+        what = f"{name}={value} must be below {limit_name}={limit}"
+        raise ConfigError(what, where="environment", hint=f"unset {name}, where it was left over")
 
 
 def device_index(env: Env, visible_count: int) -> int:
@@ -215,6 +220,17 @@ def check_host(name: str) -> None:
         raise ConfigError(
             f"no such host: {name[:200]!r}", where="--master-addr", hint="its address in numbers"
         ) from error
+
+
+def is_here(name: str) -> bool:
+    """Whether this is an address of this machine: one can listen there."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.bind(place)
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:
