@@ -8,7 +8,8 @@ cannot work without), allocate (memory up to RLIMIT_AS), eat (up to the kernel's
 as a consequence of rank 1), lag=N (makes N more steps when asked to stop), evaluate_seconds=S (before it saves), stuck
 (rank 1 hears nothing when asked to stop), lost (rank 1 goes on until rank 0 has left, then fails for that), save_each
 (saves after every step), idle (leaves without a run), told=CODE (rank 1 tells a failure and leaves with this code),
-linger (rank 1 stays when all is done), mute (rank 0 does not show its stacks). The run folder is in STUB_RUN.
+linger (rank 1 stays when all is done), mute (rank 0 does not show its stacks), starting (as Python before its first
+line, for ever). The run folder is in STUB_RUN.
 """
 
 from __future__ import annotations
@@ -147,6 +148,12 @@ def main() -> int:
     if chosen.get("unprotected"):
         links.die_with_parent = links._follow = lambda *_: None
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # what the launcher had set before exec
+    if chosen.get("starting"):
+        print("starting", flush=True)
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:  # "Could not import runpy module"
+            os._exit(1)
     listen(chosen)
     link = links.attach(place)
     if chosen.get("child"):

@@ -47,6 +47,18 @@ def test_who_does_not_follow_is_ended(tmp_path: Path) -> None:
     assert not (run / "failure.json").exists()
 
 
+@pytest.mark.parametrize("number", team.STOPS)
+def test_a_stop_while_workers_start_is_no_failure(tmp_path: Path, number: int) -> None:
+    """Python itself answers SIGINT with a traceback and exit code 1 until the worker's first line."""
+    job = start(tmp_path / "run", options="starting")
+    job.wait_for("[GPU1] starting")
+    job.wait_for("[GPU0] starting")
+    job.send(number)
+    ended = job.finish(20)
+    assert (ended.code, ended.block) == (team.STOPS[number], []), ended.out
+    ended.check_clean()
+
+
 def test_to_lose_a_peer_that_was_stopped_is_no_failure(tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = begun(run, options="steps=500,lost")

@@ -101,7 +101,11 @@ class Team:
             for stranger in strangers:
                 stranger.send(number)
             if not strangers:
-                child.send(number)
+                child.send(signal.SIGTERM if number == signal.SIGINT and self._is_starting(child) else number)
+
+    def _is_starting(self, child: Child) -> bool:
+        """Whether this worker has not come to its first line: Python would answer SIGINT with a traceback and a 1."""
+        return bool(child.proc.tag) and not any(self.beats.read(slot).pid for slot in child.proc.slots)
 
     def overdue(self, grace: float, passed: float) -> bool:
         """Whether a worker that was asked to stop goes on, or stays where it is although another has ended.
