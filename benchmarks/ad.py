@@ -7,7 +7,7 @@ faithful streams around theirs.
 Last, supervised actions per CPU second of a training step: the objective `distill`, which learns from every step of a
 window, beside one target for a full window of 240, as in the seed (a torch encoder, post-norm, last position). Same
 width, layers, rows and optimizer, same loop around both.
-Usage: python benchmarks/ad.py [--rounds 3] [--curve-steps 8000]
+Usage: python benchmarks/ad.py [--rounds 3] [--curve-steps 8000] [--anyway]
 The exit code is 1 when a limit is missed. Needs the extra `rl`; without it ours is measured alone.
 """
 
@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.bench import busy
 from lockstep.contracts import Draw, Rows
 from lockstep.learners import draws
 from lockstep.learners.history import Learner
@@ -212,7 +213,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--curve-steps", type=int, default=8000, help="0 leaves the learning curves out")
+    busy.add_anyway(parser)
     options = parser.parse_args()
+    busy.ensure_quiet(parser, options)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     world = darkroom.build()

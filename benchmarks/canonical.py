@@ -1,7 +1,7 @@
 """What canonical sums cost: steps with the plain exchange and with `--canonical`, interleaved, on 1, 2, 4 ranks.
 
 Usage: python benchmarks/canonical.py [--worlds 1,2,4] [--device cuda] [--preset tiny] [--micro-batches 16] [--batch 1]
-       [--steps 5] [--rounds 5] [--limit RATIO]
+       [--steps 5] [--rounds 5] [--limit RATIO] [--anyway]
 The same global batch on every number of ranks; ranks are processes of this machine, with one thread each on the CPU. On
 CUDA one rank alone shows the local part: the blocks that are put aside, their buffers and the norm in float64. The exit
 code is 1 when a ratio is above the limit: on the CPU that of CPU time, which a busy machine does not change.
@@ -24,6 +24,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from lockstep.bench import busy
+
 BLOCKS = 8
 
 
@@ -39,7 +41,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=0.0, help="the largest ratio that is allowed; 0: any")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    busy.add_anyway(parser)
+    asked = parser.parse_args()
+    if not asked.rank:
+        busy.ensure_quiet(parser, asked, [0] if asked.device == "cuda" else [])
+    return asked
 
 
 class Bench:

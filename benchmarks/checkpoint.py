@@ -1,7 +1,7 @@
 """How long a save holds up training: ours beside torch.save, DCP's save and its async_save, on the same state.
 
 Usage: python benchmarks/checkpoint.py [--device cuda] [--megabytes 256] [--layers N] [--rounds N] [--out DIR]
-[--only "torch.save;dcp.save"]
+[--only "torch.save;dcp.save"] [--anyway]
 On the CPU a state of so many megabytes, and the yardstick is a plain copy of it in memory: ours may take 1.2 of that.
 On CUDA the production shape with its moments, while real steps are made; the limit is 1.5 s, and the stall is what a
 block of steps with a save in it takes longer than one without; of ours also with all steps until it is written, which
@@ -30,9 +30,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from lockstep.bench import busy
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.saving import Saver
 from lockstep.engine.snapshot import Snapshot, needed_bytes
@@ -187,6 +189,18 @@ class Training:
             torch.cuda.synchronize(self.device)
 
 
+def stall_of(training: Training, ways: Ways, name: str, save: Callable[[], None]) -> float:
+    """Seconds that steps with a save among them take longer, said in a line."""
+    if name.endswith("pinned"):
+        training.block(save)  # takes its memory
+        ways.finish()
+    plain, steps = training.block(None)
+    seconds, _ = training.block(save)
+    print(f"  {name:22} {seconds - plain:8.2f} s ({steps} steps take {plain:.2f} s)", flush=True)
+    ways.finish()
+    return seconds - plain
+
+
 def in_training(arguments: argparse.Namespace, folder: Path) -> int:
     training = Training(arguments, folder)
     training.block(None, WARM_STEPS)
@@ -205,14 +219,16 @@ def in_training(arguments: argparse.Namespace, folder: Path) -> int:
     theirs = [name for name in arguments.only.split(";") if training.device.type == "cuda" or "pinned" not in name]
     ours: list[float] = []
     for name in ["ours"] * arguments.rounds + theirs:  # theirs take minutes
-        if name.endswith("pinned"):
-            training.block(ways_of[name])  # takes its memory
+        try:
+            stall = stall_of(training, ways, name, ways_of[name])
+        except (Exception, CheckpointException) as error:  # what is DCP's own is no Exception
+            if name == "ours":
+                raise
+            print(f"  {name:22} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            ways.pending = None
             ways.finish()
-        plain, steps = training.block(None)
-        seconds, _ = training.block(ways_of[name])
-        ours += [seconds - plain] if name == "ours" else []
-        print(f"  {name:22} {seconds - plain:8.2f} s ({steps} steps take {plain:.2f} s)", flush=True)
-        ways.finish()
+        else:
+            ours += [stall] if name == "ours" else []
     seconds, steps = training.block(ways.ours, written=lambda: ways.saver.ended == ways.saver.begun)
     slower = seconds - steps * training.block(None)[0] / STEPS
     print(f"  {'ours, until written':22} {slower:8.2f} s ({steps} steps take {seconds:.2f} s with it)")
@@ -237,7 +253,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=0.0)
     parser.add_argument("--only", default=THEIRS, help="rows of theirs beside real steps, with semicolons")
     parser.add_argument("--out", type=Path, default=None, help="a folder on the disk to save to")
+    busy.add_anyway(parser)
     arguments = parser.parse_args()
+    busy.ensure_quiet(parser, arguments, [0] if arguments.device == "cuda" else [])
     with tempfile.TemporaryDirectory(dir=arguments.out) as folder:
         beside_steps = arguments.device == "cuda" or arguments.training
         arguments.rounds = arguments.rounds or (3 if beside_steps else 8)

@@ -6,7 +6,7 @@ Blocks of both alternate; the figure is the median of the ratios of neighbours.
 CPU: the shape of loop.py (2 layers, width 64, 4 x 64 tokens), CPU time. Then two weights of the last layer are made so
 large that their products overflow, and the search for the place is timed.
 Usage: python benchmarks/forensics.py [--device cpu|cuda] [--preset tiny|production] [--layers N] [--rounds N]
-[--steps N] [--limit PERCENT]
+[--steps N] [--limit PERCENT] [--anyway]
 The exit code is 1 when detection costs more than the limit, or the place is not found.
 """
 
@@ -29,6 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
+from lockstep.bench import busy
 from lockstep.config.load import load
 from lockstep.contracts import Batch, StepRecord
 from lockstep.engine import autopsy, loop
@@ -241,7 +242,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, help="pairs of blocks")
     parser.add_argument("--steps", type=int, help="of a block")
     parser.add_argument("--limit", type=float, metavar="PERCENT")
+    busy.add_anyway(parser)
     options = parser.parse_args(arguments)
+    busy.ensure_quiet(parser, options, [0] if options.device == "cuda" else [])
     small = options.preset == "tiny"
     options.rounds, options.steps = options.rounds or (1500 if small else 20), options.steps or (1 if small else 2)
     limit = LIMITS[options.device] if options.limit is None else options.limit

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # benchmarks are scripts, this o
 
 from h200_llama import WARM_UP, timed_steps, write
 
+from lockstep.bench import busy
+
 LIMIT_SECONDS = 240.0  # for a row
 BERT_ROWS, BERT_LENGTH, BERT_VOCABULARY, CHOSEN = 128, 512, 30522, 0.15
 AD_STEPS = 50_000
@@ -238,20 +240,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ROWS), help="rows, with commas")
     parser.add_argument("--steps", type=int, default=10, help=f"measured, after {WARM_UP} that warm up")
-    parser.add_argument("--anyway", action="store_true", help="although the machine is busy")
+    busy.add_anyway(parser)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.row:
         CHILDREN[options.row](options.steps, Path(options.json))
         return 0
-    from lockstep.bench.busy import check_quiet
-    from lockstep.errors import LockstepError
-
-    try:
-        check_quiet([0], anyway=options.anyway)
-    except LockstepError as error:
-        parser.exit(1, f"{error}\n")
+    busy.ensure_quiet(parser, options, [0])
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}: {', '.join(ROWS)}")

@@ -2,7 +2,7 @@
 
 A tiny model learns sentences of a small grammar, so that quality can be counted: words the grammar has, and neighbours
 it allows. All ways sample the same prompts with the same seeds, in one process, in turn.
-Usage: python benchmarks/llada_decoding.py [--steps 1500] [--texts 40] [--tokens 56] [--run FOLDER]
+Usage: python benchmarks/llada_decoding.py [--steps 1500] [--texts 40] [--tokens 56] [--run FOLDER] [--anyway]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 
+from lockstep.bench import busy
 from lockstep.config.load import load
 from lockstep.engine.inference import Trained, load_run
 from lockstep.engine.train import train
@@ -94,7 +95,9 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=56)
     parser.add_argument("--run", type=Path, help="of an earlier call, instead of training")
+    busy.add_anyway(parser)
     asked = parser.parse_args()
+    busy.ensure_quiet(parser, asked)
     with tempfile.TemporaryDirectory() as folder:
         known = load_run(asked.run or trained(Path(folder), asked.steps), device="cpu")
     plain = {"tokens": asked.tokens, "temperature": TEMPERATURE}

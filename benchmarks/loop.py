@@ -35,7 +35,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from torch import nn
 
-from lockstep.bench.busy import check_quiet
+from lockstep.bench import busy
 from lockstep.config.load import load
 from lockstep.contracts import StepRecord
 from lockstep.engine.build import plan
@@ -277,7 +277,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=8, help="of each contender")
     parser.add_argument("--rounds", type=int, default=60, help=f"of a run: turns of {TURN_STEPS} steps")
     parser.add_argument("--limit", type=float, default=LIMIT_MS, metavar="MS")
-    parser.add_argument("--anyway", action="store_true", help="although the machine is busy")
+    busy.add_anyway(parser)
     parser.add_argument(
         "--burden", type=float, default=0.0, metavar="MS", help="add CPU time to each of our steps, to see it found"
     )
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found: dict[str, list[Figures]] = {}
     try:
-        check_quiet([], anyway=options.anyway)
+        busy.check_quiet([], anyway=options.anyway)
         with tempfile.TemporaryDirectory() as folder:
             setting = Setting(Path(folder), TURN_STEPS * (WARM_UP_TURNS + options.rounds + 1))
             for name, contender in installed().items():
@@ -303,7 +303,7 @@ def main(arguments: Sequence[str]) -> int:
                     compare(contender, setting, bare_first=run % 2 == 1, burden_ms=burden)
                     for run in range(options.runs)
                 ]
-        noises = check_quiet([], anyway=options.anyway)  # it may have become busy on the way
+        noises = busy.check_quiet([], anyway=options.anyway)  # it may have become busy on the way
     except LockstepError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,6 +1,7 @@
 """What fingerprints cost: a step without and with the digest of every gradient, weight and moment, interleaved.
 
 Usage: python benchmarks/prints.py [--device cuda] [--batch 4] [--steps 10] [--rounds 5] [--layers N] [--limit PERCENT]
+[--anyway]
 On CUDA the production shape in bf16 by the wall clock, on the CPU the tiny preset by CPU time. The cost of comparing
 the weights of ranks (debug.agree_interval) is that of their digest alone, over 50 steps; what travels is 32 bytes.
 The exit code is 1 when either costs more than its limit.
@@ -22,6 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
+from lockstep.bench import busy
 from lockstep.check.errand import Errand
 from lockstep.check.records import Card, Workload
 from lockstep.check.training import KeepingPrints, Ready, make_ready
@@ -41,7 +43,7 @@ def made(arguments: argparse.Namespace, folder: Path) -> Ready:
     settings |= {"training.grad_accum_nums": 1} | ({"model.num_layers": arguments.layers} if arguments.layers else {})
     workload = Workload("prints", preset="production" if on_cuda else "tiny", settings=settings, steps=1_000_000)
     prepare_all([workload], folder / "data")
-    errand = Errand(Card(0, 0), arguments.device, (workload,), str(folder), data=folder / "data")
+    errand = Errand(Card(0, 0), arguments.device, (workload,), folder, data=folder / "data")
     device = torch.device(arguments.device)
     return make_ready(workload, errand, device, planned_faults=faults.Plan(), deterministic=False)
 
@@ -103,7 +105,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=0.0, help="percent of a step")
+    busy.add_anyway(parser)
     arguments = parser.parse_args()
+    busy.ensure_quiet(parser, arguments, [0] if arguments.device == "cuda" else [])
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(made(arguments, Path(folder)))
         bench.seconds(3, fingerprints=False)

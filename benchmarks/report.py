@@ -1,6 +1,6 @@
 """What a step costs to report: each way out beside the least that one would write by hand.
 
-Usage: python benchmarks/report.py [--rounds 7] [--calls 2000]
+Usage: python benchmarks/report.py [--rounds 7] [--calls 2000] [--anyway]
 CPU time of one call, the median of interleaved rounds. Limits are ratios, and the exit code is 1 when one is not kept.
 """
 
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lockstep.bench import busy
 from lockstep.contracts import StepRecord
 from lockstep.launch.output import Lines, prefixed
 from lockstep.report.console import ConsoleSink
@@ -105,7 +106,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=2000)
+    busy.add_anyway(parser)
     options = parser.parse_args()
+    busy.ensure_quiet(parser, options)
     print(f"python {sys.version.split()[0]}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     good: list[bool] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

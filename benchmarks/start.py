@@ -1,6 +1,6 @@
 """What a start costs: `lockstep --help`, and a launch of two workers, beside torchrun, accelerate and bare processes.
 
-Usage: python benchmarks/start.py [--rounds 5] [--only help|launch]
+Usage: python benchmarks/start.py [--rounds 5] [--only help|launch] [--anyway]
 Three limits, and exit code 1 when one is not kept: CPU seconds of `lockstep --help`; CPU seconds of the launcher alone
 (its workers not counted); and seconds from the start of `lockstep train --gpus 2` to its first step line, over two bare
 workers that import torch, build AdamW and join gloo.
@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from lockstep.bench import busy
 
 HELP_LIMIT_SECONDS = 0.15  # of CPU time
 LAUNCHER_LIMIT_SECONDS = 0.4  # of CPU time
@@ -146,7 +148,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["help", "launch"])
+    busy.add_anyway(parser)
     options = parser.parse_args()
+    busy.ensure_quiet(parser, options)
     print(f"python {sys.version.split()[0]}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     parts = {"help": show_help_costs, "launch": show_launch_costs}
     good = [show(options.rounds) for name, show in parts.items() if options.only in (None, name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -12,16 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.bench import rows
+from lockstep.bench import busy, rows
 from lockstep.bench.figures import Flops
 from lockstep.config.load import load
 from lockstep.contracts import Draw, Rows
 from lockstep.engine.build import make_objective
 from lockstep.models.build import build
 from lockstep.models.shapes import resolve
+from lockstep.runtime import devices
 from tests.house.test_benchmarks import script
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+WITHOUT_CLOCK = {"soak", "float8_parity", "llada_memory"}  # what they compare is bits, losses and bytes
 
 
 @pytest.fixture
@@ -129,15 +132,37 @@ def test_what_is_due_is_judged(families: ModuleType, capsys: pytest.CaptureFixtu
     assert not families.show("full", {"full": {"error": "exit code 1"}})
 
 
-@pytest.mark.parametrize("name", ["h200_llama", "h200_families"])
-def test_a_busy_machine_is_one_line(
+def ended(module: ModuleType) -> object:
+    """The exit code of a script that was given no words."""
+    try:
+        return module.main(*([[]] if inspect.signature(module.main).parameters else []))
+    except SystemExit as error:
+        return error.code
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in FOLDER.glob("*.py")} - WITHOUT_CLOCK))
+def test_a_busy_machine_has_no_figures(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of any script whose figures are times: one error, and nothing is measured. A quiet machine is the control."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    module, quiet = script(name), busy.check_quiet
     monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 1.0, 1.0))
-    with pytest.raises(SystemExit, match="1"):
-        script(name).main([])
-    assert "this machine is busy" in capsys.readouterr().err
+    assert ended(module) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "this machine is busy" in shown.err
+    assert "--anyway" in shown.err
+
+    def measured(*args: Any, **named: Any) -> None:
+        quiet(*args, **named)
+        raise SystemExit("it would measure now")
+
+    monkeypatch.setattr(busy, "check_quiet", measured)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(devices, "holders", lambda _: [])
+    assert ended(module) == "it would measure now"
 
 
 def test_a_peer_ahead_of_ours_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +176,23 @@ def test_a_peer_ahead_of_ours_is_exit_1(capsys: pytest.CaptureFixture[str]) -> N
     assert module.verdict(found) == 0
     assert module.verdict({**found, "plain": {"tokens_per_second": 61.0}}) == 1
     assert module.verdict({**found, "eager": {"error": "exit code 1"}}) == 1
+
+
+def test_what_is_due_of_ours_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("h200_llama")
+    good = {
+        name: {"tokens_per_second": float(least), "peak_gib": min(most, 60.0)}
+        for name, (least, most) in module.DUE.items()
+    }
+    assert good.keys() == module.OURS.keys()
+    assert module.missed(good) == 0
+    assert module.missed({"ours": {"error": "exit code 1"}, "plain": {"tokens_per_second": 1.0, "peak_gib": 1e3}}) == 0
+    assert "MISSED" not in capsys.readouterr().out
+    for name, row in good.items():
+        assert module.missed({**good, name: {**row, "tokens_per_second": row["tokens_per_second"] - 1}}) == 1
+    for name in ("ours", "batch8"):
+        assert module.missed({**good, name: {**good[name], "peak_gib": good[name]["peak_gib"] + 4.1}}) == 1
+    assert capsys.readouterr().out.count("MISSED") == 6
 
 
 @pytest.mark.parametrize("name", ["ours", "deterministic", "batch8", "fp8"])

@@ -131,6 +131,29 @@ def test_a_run_goes_on_after_a_nan(in_dir: Path, lockstep: Cli, monkeypatch: pyt
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("kind", ["nan_weight", "inf_weight"])
+def test_a_run_goes_on_from_before_a_weight_was_bad(
+    kind: str, in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the bad weight is saved with is evidence; the state before it is what is left to go on from."""
+    flags = (*QUICK, "training.save_interval=1", "debug.digest_interval=4")
+    assert lockstep("train", "llama", "tiny", *flags, "--name", "well").code == 0
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"{kind}@step=2,tensor=layers.1.mlp.w2.weight,index=3")
+    assert lockstep("train", "llama", "tiny", *flags, "--name", "bad").code == 71
+    checkpointer = Checkpointer(in_dir / "runs/bad/checkpoints")
+    assert [path.name for path in checkpointer.found()] == ["step_00000001", "step_00000002", "step_00000003"]
+    assert checkpointer.latest() == checkpointer.folder / "step_00000002"
+    assert "step_00000003: its weights are not finite" in caplog.text
+    assert lockstep("replay", "bad").code == 0
+    monkeypatch.setenv("LOCKSTEP_FAULT", "")
+    told = lockstep("resume", "bad")
+    assert told.code == 0, told.text
+    runs = [(in_dir / "runs" / name / "events.jsonl").read_text().splitlines() for name in ("well", "bad")]
+    digests = [[each["digest"] for each in map(json.loads, lines) if each.get("digest")][-1] for lines in runs]
+    assert digests[0] == digests[1]
+    assert Checkpointer(checkpointer.folder).latest() == checkpointer.folder / "step_00000004"
+
+
 @pytest.mark.slow
 def test_a_bad_first_step_and_a_bad_validation(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is bad from the beginning is met in the rehearsal already, and told by step 0."""

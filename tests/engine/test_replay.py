@@ -16,7 +16,7 @@ from lockstep import replaying, rundir
 from lockstep.engine import bundle, inference
 from lockstep.engine import replay as engine
 from lockstep.engine.replay import NEXT, replay
-from lockstep.errors import ConfigError, DataError, LockstepError, NonFiniteError
+from lockstep.errors import ConfigError, DataError, LockstepError, NonFiniteError, NotFoundError
 from lockstep.health.finding import Finding, from_json
 from lockstep.models import attention, hf
 from lockstep.models.llama import Llama
@@ -163,6 +163,45 @@ def test_a_checkpoint_with_other_weights_is_refused(broken: Any, monkeypatch: py
     rundir.seal(folder)
     with pytest.raises(DataError, match="not the weights before the step"):
         replay(Path(finding.files["bundle"]), device="cpu")
+
+
+def test_a_step_in_float8_is_replayed_where_there_is_none(copy: Path) -> None:
+    """A laptop multiplies no float8 numbers: all else is as it was, and it says so."""
+    rewritten(copy, lambda about: about["config"]["training"].update(precision="fp8"))
+    done, _ = replay(copy, [engine.FP32], device="cpu")
+    assert done.reproduced
+    assert [each.change.name for each in done.outcomes] == ["as it was, in bf16 for fp8", "--fp32"]
+    done, _ = replay(rewritten(copy, lambda about: about.update(fault="")), device="cpu")
+    assert (done.exit_code, done.verdict.partition(":")[0]) == (1, "overflow")
+    rewritten(copy, lambda about: about.update(weights_digest="0"))
+    with pytest.raises(DataError, match="not the weights before the step"):
+        replay(copy, device="cpu")
+
+
+def test_another_kind_of_device_accuses_no_hardware(copy: Path) -> None:
+    """On the card it came again, here it does not: other kernels. Where it never came again: the card."""
+
+    def of_a_card(about: dict[str, Any], *, device: str = "cuda", again: bool = True) -> None:
+        about.update(fault="", device=device)
+        about["finding"].update(reproduced=again)
+
+    verdicts = [
+        replay(rewritten(copy, lambda about, case=case: of_a_card(about, **case)), device="cpu")[0].verdict
+        for case in ({}, {"again": False}, {"device": "cpu"})
+    ]
+    assert [verdict.partition(":")[0] for verdict in verdicts] == ["kernel", "hardware-suspect", "hardware-suspect"]
+    assert "--device cuda" in verdicts[0]
+
+
+def test_a_run_that_was_moved_has_its_weights_with_it(broken: Any) -> None:
+    finding = broken("nan_loss@step=1", **{"debug.bundle": "no_weights"})
+    kept = Path(finding.files["bundle"])
+    moved = kept.parents[3].rename(kept.parents[3].with_name("moved"))
+    found = finding.replace(files={"bundle": str(moved / kept.relative_to(kept.parents[3]))})
+    brought_back(found)
+    shutil.rmtree(moved / "checkpoints")
+    with pytest.raises(NotFoundError, match="the checkpoint it names is gone"):
+        replay(Path(found.files["bundle"]), device="cpu")
 
 
 def test_a_run_with_two_failures_replays_the_one_that_ended_it(tmp_path: Path, broken: Any) -> None:

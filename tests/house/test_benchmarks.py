@@ -85,7 +85,7 @@ def test_a_start_over_any_limit_is_exit_1(
     monkeypatch.setattr(module, "cpu_seconds", lambda _: seconds["help"])
     monkeypatch.setattr(module, "launch", lambda *_: (bare + seconds["first"], seconds["launcher"]))
     monkeypatch.setattr(module, "bare", lambda _: bare)
-    monkeypatch.setattr("sys.argv", ["start.py", "--rounds", "1"])
+    monkeypatch.setattr("sys.argv", ["start.py", "--rounds", "1", "--anyway"])
     assert module.main() == (1 if slow else 0)
     assert capsys.readouterr().out.count("TOO SLOW") == bool(slow)
     assert all(f"{limit} " in row("start") for limit in spent.values())

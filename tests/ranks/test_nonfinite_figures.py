@@ -132,8 +132,9 @@ def together(group: Group, folder: Path, trials: Sequence[Trial], mode: str) -> 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ROW_16)
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [*(("ddp", kind) for kind in (*ROW_16, *OTHERS)), *(("fsdp", kind) for kind in ROW_16)]
+)
 def test_two_ranks(ranks: Pool, tmp_path: Path, mode: str, kind: str) -> None:
     trials = drawn(kind, ranks=2)
     first, second = ranks(2, together, tmp_path, trials, mode, timeout_seconds=500)

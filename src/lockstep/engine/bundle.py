@@ -161,8 +161,15 @@ def read(folder: Path) -> Bundle:
             raise DataError("a bundle without rows", where=str(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(f"not a bundle: {error!r}"[:200], where=str(folder)) from None
-    weights = folder if about["has_weights"] else Path(about["checkpoint"])
+    weights = folder if about["has_weights"] else _checkpoint(folder, Path(about["checkpoint"]))
     return Bundle(folder, about, batches, finding, weights)
+
+
+def _checkpoint(folder: Path, named: Path) -> Path:
+    """The checkpoint a bundle names; of a run that was moved since, the one that went with it."""
+    run = folder.resolve().parents[3:4]  # RUN/workers/WORKER/faults/STEP
+    beside = run[0] / named.parent.name / named.name if run else named
+    return beside if not named.is_dir() and beside.is_dir() else named
 
 
 def _part(tensors: Mapping[str, torch.Tensor], place: int) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, RUN = "model.safetensors", "optimizer.safetensors", "run.json"
 KINDS = (MODEL, OPTIMIZER)
+SPOILT = "spoilt"  # in run.json: weights were not finite; such a state is evidence, and nothing to go on from
 NAME = re.compile(r"step_\d{8,}")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SEEN_SECONDS = 5.0  # a file on a network disk may show up late elsewhere
@@ -279,13 +280,23 @@ def verify(path: Path, *, content: bool = True, share: tuple[int, int] = (0, 1))
 
 
 def is_good(path: Path, *, content: bool = True) -> bool:
-    """Whether a checkpoint folder is whole; says why not."""
+    """Whether a checkpoint folder is whole and its weights are finite; says why not."""
     try:
         verify(path, content=content)
+        _check_not_spoilt(path)
     except DataError as error:
         logger.warning("Checkpoint passed over: %s", error)
         return False
     return True
+
+
+def _check_not_spoilt(path: Path) -> None:
+    try:
+        run = rundir.read_json(path / RUN)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path / RUN)) from None
+    if isinstance(run, dict) and run.get(SPOILT):
+        raise DataError("its weights are not finite: kept to be looked at", where=str(path))
 
 
 def check_common(folder: Path, group: Group) -> None:

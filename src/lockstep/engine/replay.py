@@ -65,6 +65,10 @@ class Change:
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     drop: int = -1  # this row
 
+    @property
+    def changes(self) -> bool:
+        return bool(self.training or self.model or self.drop >= 0)
+
 
 AS_IT_WAS = Change("as it was")
 FP32 = Change("--fp32", training={"precision": "fp32"})
@@ -126,15 +130,25 @@ def replay(folder: Path, asked: Sequence[Change] = (), *, device: str = "auto") 
             raise NotFoundError(what, where=str(read.weights), hint="debug.bundle=full keeps them in the bundle")
         rundir.verify(read.weights)
     place = pick_device(device, 0)
-    config = from_dict(read.about["config"])
+    config, unchanged = _as_it_can_be(from_dict(read.about["config"]), place)
     with mode(place, deterministic=config.system.deterministic, threads=read.about["threads"] or 0):
-        first = attempt(read, config, place, AS_IT_WAS)
+        first = attempt(read, config, place, unchanged)
         same = not first.fine and _same(read.finding.place, first.place)
         outcomes = [first]
         if not first.fine:
             for change in asked or _worth_trying(read, config, first):
                 outcomes.append(attempt(read, config, place, change))
-    return Replayed(same, tuple(outcomes), _verdict(read, outcomes, same=same)), read.finding
+    return Replayed(same, tuple(outcomes), _verdict(read, outcomes, place, same=same)), read.finding
+
+
+def _as_it_can_be(config: RunConfig, device: torch.device) -> tuple[RunConfig, Change]:
+    """The settings of the step, and what to call them: without float8 where a device does not multiply it."""
+    named = config.training.precision
+    if named not in precision.FLOAT8 or not precision.float8_obstacle(named, device):
+        return config, AS_IT_WAS
+    instead = precision.without_float8(named)
+    training = config.training.model_copy(update={"precision": instead})
+    return config.model_copy(update={"training": training}), Change(f"{AS_IT_WAS.name}, in {instead} for {named}")
 
 
 def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Change) -> Outcome:
@@ -151,7 +165,7 @@ def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Chang
         raise DataError(f"it does not say what {', '.join(sorted(missing))} is a mean over", where=str(read.folder))
     if change.drop >= 0:
         batches = without_row(batches, change.drop)
-    stepper, attention, compiled = _stepper(read, config, device, objective, changed=change is not AS_IT_WAS)
+    stepper, attention, compiled = _stepper(read, config, device, objective, changed=change.changes)
     bad = BadStep(_record(read), _reading(read), batches, read.about["denominators"], read.about["first_place"])
     if stepper.precision.scaler:
         stepper.precision.scaler.scale.fill_(read.about["loss_scale"])
@@ -291,9 +305,14 @@ def _worth_trying(read: Bundle, config: RunConfig, first: Outcome) -> Iterator[C
         yield from (Change(f"--drop-sample {row}", drop=row) for row in range(rows))
 
 
-def _verdict(read: Bundle, outcomes: Sequence[Outcome], *, same: bool) -> str:
+def _verdict(read: Bundle, outcomes: Sequence[Outcome], device: torch.device, *, same: bool) -> str:
     """data, overflow, learning rate, kernel, hardware-suspect, or the model itself."""
     finding, first = read.finding, outcomes[0]
+    if first.fine and finding.reproduced and first.change != AS_IT_WAS:
+        return "overflow: without float8, which this device does not have, it does not happen"
+    if first.fine and finding.reproduced and read.about["device"] != device.type:  # where it was, it came again
+        own = read.about["device"]
+        return f"kernel: {device.type} has others than {own}, and it does not happen; --device {own} can tell more"
     if first.fine:
         return SUSPECT
     gone = [outcome.change for outcome in outcomes[1:] if outcome.fine]
