@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -109,14 +110,15 @@ def test_every_command_of_a_page_runs(
     Path("reviews.jsonl").write_text("\n".join(map(json.dumps, reviews)), encoding="utf-8")
     chats = ({"prompt": f"What is {place}?", "answer": f"It is {place}."} for place in range(60))
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
-    logs = set(Path("/tmp").glob("model_check_logs_*"))
+    own_logs = f"model_check_logs_{os.getpid()}_*"  # those of other processes are theirs
+    logs = set(Path("/tmp").glob(own_logs))
     for block in ALL[page]:
         for command in () if block.reason else block.commands:
             code = run_command(command, monkeypatch)
             close_logging()
             said = capfd.readouterr()
             assert code == 0, f"{command}\n{said.out[-2000:]}{said.err[-2000:]}"
-    for folder in set(Path("/tmp").glob("model_check_logs_*")) - logs:
+    for folder in set(Path("/tmp").glob(own_logs)) - logs:
         shutil.rmtree(folder, ignore_errors=True)
 
 

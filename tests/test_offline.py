@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.runtime.host_time import own_seconds
 from tests.conftest import Outcome
 
 Run = Callable[..., Outcome]
@@ -47,12 +47,12 @@ def test_the_block_holds(tried: list[Any]) -> None:
 @pytest.mark.parametrize("family", list(LEAST_FALL))
 def test_it_learns_offline_in_a_minute(family: str, lockstep: Run, in_dir: Path, tried: list[Any]) -> None:
     """With a cache of its own: the corpus is prepared within the minute."""
-    began = time.monotonic()
+    began = own_seconds()  # of this process: others may load the machine
     words = ("--max-steps", str(STEPS), "--device", "cpu", "--name", "run", "data.num_workers=0",
              f"data.cache_dir={in_dir / 'cache'}", "system.threads=1")  # fmt: skip
     ended = lockstep("train", family, "tiny", *words)
     assert ended.code == 0, ended.text
-    assert time.monotonic() - began < 60
+    assert own_seconds() - began < 60
     assert tried == []
     events = [json.loads(line) for line in Path("runs/run/events.jsonl").read_text().splitlines()]
     first = next(event["loss"] for event in events if event["kind"] == "step")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from lockstep.errors import ExitCode, Stopped
 from lockstep.launch import processes
 
 STUB = Path(__file__).parent / "stub.py"
-PATIENCE_SECONDS = 2.5  # a busy machine is slow to start an interpreter
+PATIENCE_SECONDS = 8.0  # a busy machine is slow to start seven interpreters
 
 
 def task(folder: Path, how: str, *, steps: int = 3) -> Task:
@@ -30,6 +30,13 @@ def task(folder: Path, how: str, *, steps: int = 3) -> Task:
 
 def run(crew: Crew, *tasks: Task) -> list[Ending]:
     return crew.run(tasks, patience_seconds=PATIENCE_SECONDS, tell=lambda _: None)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """A minute at most."""
+    deadline = time.monotonic() + 60
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def alive_of(crew: Crew) -> list[int]:
@@ -85,7 +92,12 @@ def test_a_child_that_ran_away_is_ended(tmp_path: Path) -> None:
 def test_a_signal_ends_all(tmp_path: Path, number: signal.Signals, code: ExitCode) -> None:
     crew = Crew()
     tasks = [task(tmp_path / "hang", "hang"), task(tmp_path / "stop", "stop")]
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), number)).start()
+
+    def interrupt() -> None:
+        wait_until(lambda: all(each.record and each.record.exists() for each in tasks))
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Stopped) as stopped, crew:
         crew.run(tasks, patience_seconds=60, tell=lambda _: None)
     assert stopped.value.exit_code == code
@@ -109,12 +121,9 @@ def test_a_conductor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as conductor:
         assert conductor.stdout is not None
         run_id, work = conductor.stdout.readline().split()
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "hang/fingerprint.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until((tmp_path / "hang/fingerprint.jsonl").exists)
         assert processes.of_run(run_id)
         conductor.kill()
-    while (processes.of_run(run_id) or Path(work).exists()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: not processes.of_run(run_id) and not Path(work).exists())
     assert processes.of_run(run_id) == []
     assert not Path(work).exists()

@@ -230,6 +230,9 @@ class Counting(Plain):
 def test_workers_stay_within_the_prefetch(numbers: Table) -> None:
     objective = Counting()
     with make(numbers, objective, workers=2):
+        until = time.monotonic() + 30
+        while objective.furthest < 0 and time.monotonic() < until:
+            time.sleep(0.01)
         time.sleep(0.2)
         assert 0 <= objective.furthest <= 2 * (2 + 1)  # two each in the queue, one each in the hand
 

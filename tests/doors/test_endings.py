@@ -20,11 +20,12 @@ def test_a_gpu_that_is_not_there_never_becomes_the_cpu(
 ) -> None:
     smi((0, 0, 1000), (1, 0, 1000))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
-    before = set(Path("/tmp").glob("model_check_logs_*"))
+    (in_dir / "logs").mkdir()
+    monkeypatch.setattr(compat, "LOG_ROOT", in_dir / "logs")  # a place that nobody else writes to
     outcome = door(script, "--config", TEST_CONFIG)
     assert outcome.code == 2
     assert "CUDA_VISIBLE_DEVICES=9 names none of the GPUs 0-1" in outcome.err
-    assert set(Path("/tmp").glob("model_check_logs_*")) == before, "refused before anything was made"
+    assert list((in_dir / "logs").iterdir()) == [], "refused before anything was made"
 
 
 def test_a_run_is_named_after_its_file(door: Run, in_dir: Path) -> None:

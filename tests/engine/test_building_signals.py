@@ -74,7 +74,7 @@ def test_a_signal_ends_a_preparation_at_once(in_dir: Path, number: signal.Signal
 
 def test_a_stop_is_heard_while_the_library_works() -> None:
     """In this process: the call is left to itself, and asks for no more texts."""
-    asked = 0
+    asked, left = 0, threading.Event()
     text = random_words(1000)
 
     def texts() -> Iterator[str]:
@@ -82,11 +82,12 @@ def test_a_stop_is_heard_while_the_library_works() -> None:
         for asked in range(1, 5000):
             if asked == 300:
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.3)  # so that the main thread has its turn
+                left.wait(30)  # the main thread has its turn, and does not wait for this one
             yield text
 
     with listening(), pytest.raises(Stopped):
         train_bpe(texts(), 300)
+    left.set()
     end = time.monotonic() + 30
     while any(thread.name == UNSTOPPABLE for thread in threading.enumerate()):
         assert time.monotonic() < end, "the thread goes on"

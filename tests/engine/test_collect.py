@@ -197,12 +197,21 @@ def test_of_two_collections_one_waits(tmp_path: Path, caplog: pytest.LogCaptureF
     wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=60, streams=3, folder=tmp_path)
     other = FileLock(tmp_path / f".{wanted.stem}.lock", thread_local=False)
     other.acquire()
-    threading.Timer(0.3, other.release).start()
+    waiting = f"waiting for another process, who is building {wanted.file('hdf5')}"
+
+    def release() -> None:
+        until = time.monotonic() + 30
+        while waiting not in caplog.text and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        other.release()
+
     began = time.monotonic()
+    threading.Thread(target=release, daemon=True).start()
     with caplog.at_level("INFO"):
         assert collect(wanted)
     assert time.monotonic() - began >= 0.25
-    assert f"waiting for another process, who is building {wanted.file('hdf5')}" in caplog.text
+    assert waiting in caplog.text
 
 
 @pytest.mark.parametrize("learner", [QLearning(), replace(QUICK, streams_per_learner=2)])

@@ -319,7 +319,7 @@ def test_who_comes_second_waits_and_opens_what_was_made(tmp_path: Path, monkeypa
         threads[0].join(0.3)
         assert all(thread.is_alive() for thread in threads)
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(set(keys)) == 1
     assert len(keys) == 3
     assert made == [1]

@@ -218,7 +218,7 @@ def test_the_summary_shows_what_the_driver_said_of_each_gpu(
     samplers: list[Sampler] = []
 
     def watch(_device: torch.device, folder: Path) -> Sampler:
-        samplers.append(Sampler(0, folder / "gpu.jsonl", period=0.05))
+        samplers.append(Sampler(0, folder / "gpu.jsonl", period=2.0))
         deadline = time.monotonic() + 30
         while samplers[0].latest() is None and time.monotonic() < deadline:
             time.sleep(0.02)

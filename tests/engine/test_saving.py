@@ -292,8 +292,10 @@ def test_who_waits_for_a_save_shows_signs_of_life_as_long_as_it_does(
 
     def write(_state: State, link: Any) -> None:
         for _ in range(5):
-            time.sleep(0.05)
+            known, until = len(beats), time.monotonic() + WAIT_SECONDS
             link.enter("save")
+            while len(beats) == known and time.monotonic() < until:  # who waits may be slow to look
+                time.sleep(0.001)
         link.enter("communication")  # as Group does while it waits for another rank
         assert gate.wait(WAIT_SECONDS)
 

@@ -148,7 +148,7 @@ def stop_at(step: int, number: signal.Signals, run_of: Callable[[], Path]) -> th
     ids=["SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM-mlm"],
 )
 def test_a_signal_saves_and_the_resumed_run_has_the_same_bits(
-    number: signal.Signals, code: int, family: str, in_dir: Path, lockstep: Cli
+    number: signal.Signals, code: int, family: str, in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Item 68, from a checkpoint made by a signal, with workers in the loader and dropout on."""
     flags = (*QUICK, "--max-steps", "40", "training.eval_interval=0", "data.num_workers=2", "model.dropout=0.1")
@@ -156,8 +156,10 @@ def test_a_signal_saves_and_the_resumed_run_has_the_same_bits(
         flags = (*flags, "training.epochs=50", "training.context_length=32", f"data.data_path={FEW_WORDS}")
     assert lockstep("train", family, "tiny", *flags, "--name", "whole").code == 0
     watcher = stop_at(5, number, lambda: in_dir / "runs" / "cut")
+    monkeypatch.setenv("LOCKSTEP_FAULT", "hang@seconds=0.1")  # a pace at which the watcher comes before the end
     stopped = lockstep("train", family, "tiny", *flags, "--name", "cut", "training.checkpoint_dir=.checkpoints")
     watcher.join()
+    monkeypatch.delenv("LOCKSTEP_FAULT")
     assert stopped.code == code, stopped.text
     assert number.name in stopped.text
     done_before = len(steps_of(in_dir / "runs" / "cut"))

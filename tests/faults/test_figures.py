@@ -101,7 +101,7 @@ def test_the_second_control_c_leaves_a_checkpoint_that_verifies(tmp_path: Path, 
         assert process.wait(10) == 130, shown
         assert time.monotonic() - begin <= 1.0
     finally:
-        harness.kill(tmp_path.name)
+        harness.kill(str(tmp_path))
         os.close(terminal)
     folders = sorted((trainer.run_folder(tmp_path) / "checkpoints").glob("step_????????"))
     assert folders, "nothing was saved before"

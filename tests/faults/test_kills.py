@@ -102,11 +102,14 @@ def server() -> Iterator[subprocess.Popen[str]]:
 def kill_while_saving(
     server: subprocess.Popen[str], kills: int, root: Path, saver: type[Checkpointer]
 ) -> Iterator[tuple[Path, int]]:
-    """Folders in which a saver died of SIGKILL at a random moment, and the last step each had acknowledged."""
+    """Folders in which a saver died of SIGKILL at a random moment, and the last step each had acknowledged.
+
+    More than were asked for: who needs a kill that hits goes on until one has, as a few alone may all miss.
+    """
     chance = random.Random(kills)
     assert server.stdin
     assert server.stdout
-    for kill in range(kills):
+    for kill in range(10 * kills):
         folder = root / f"kill-{kill}"
         server.stdin.write(f"{saver.__name__} {folder}\n")
         server.stdin.flush()
@@ -125,24 +128,22 @@ def test_sigkill_while_saving_loses_nothing_acknowledged(
     server: subprocess.Popen[str], kills: int, saver: type[Checkpointer], tmp_path: Path
 ) -> None:
     unfinished = 0
-    for folder, acknowledged in kill_while_saving(server, kills, tmp_path, saver):
+    for number, (folder, acknowledged) in enumerate(kill_while_saving(server, kills, tmp_path, saver), start=1):
         newest = Checkpointer(folder, keep_last=2).latest()
         assert newest is not None, f"{folder.name}: nothing can be loaded"
         assert check_whole(newest) >= acknowledged, f"{folder.name}: an acknowledged save is lost"
         unfinished += any(".tmp-" in path.name for path in folder.iterdir())
         rundir.sweep(folder)
         assert not [path for path in folder.iterdir() if ".tmp-" in path.name]
+        if number >= kills and unfinished:
+            break
     assert unfinished > 0, "no kill ever hit a save: the test tests nothing"
 
 
 def test_saving_in_place_does_lose_states(server: subprocess.Popen[str], tmp_path: Path) -> None:
     """Negative control: the harness sees what a save over the same files does."""
-    lost = [
-        folder
-        for folder, _ in kill_while_saving(server, 6, tmp_path, InPlace)
-        if Checkpointer(folder, keep_last=2).latest() is None
-    ]
-    assert lost
+    folders = (folder for folder, _ in kill_while_saving(server, 6, tmp_path, InPlace))
+    assert any(Checkpointer(folder, keep_last=2).latest() is None for folder in folders)
 
 
 class Documented(Checkpointer):
@@ -164,7 +165,7 @@ def test_sigkill_never_leaves_a_documented_file_that_does_not_load(
 ) -> None:
     """Item 67."""
     unfinished = 0
-    for folder, acknowledged in kill_while_saving(server, kills, tmp_path, Documented):
+    for number, (folder, acknowledged) in enumerate(kill_while_saving(server, kills, tmp_path, Documented), start=1):
         content = torch.load(folder / "step.pt", weights_only=True)
         step = content["global_step"]
         assert step >= acknowledged
@@ -172,6 +173,8 @@ def test_sigkill_never_leaves_a_documented_file_that_does_not_load(
             torch.equal(content["model_state_dict"][name], tensor) for name, tensor in state_of(step).model.items()
         )
         unfinished += any(".tmp-" in path.name for path in folder.iterdir())
+        if number >= kills and unfinished:
+            break
     assert unfinished > 0, "no kill ever hit a save: the test tests nothing"
 
 

@@ -110,8 +110,11 @@ def launcher(job: harness.Job) -> int:
 
 def wait_until(happened: Callable[[], bool], job: harness.Job, seconds: float = START_SECONDS) -> None:
     deadline = time.monotonic() + seconds
-    while not happened():
-        if time.monotonic() > deadline or job.process.poll() is not None:
+    while True:
+        is_over = time.monotonic() > deadline or job.process.poll() is not None  # before the look: its last deed counts
+        if happened():
+            return
+        if is_over:
             out = job.out
             job.end()
             raise AssertionError(f"did not happen:\n{out[-3000:]}")

@@ -75,7 +75,7 @@ def test_a_profile_of_steps_that_never_come(
 def test_waiting_for_rows_is_told(slow: bool, in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract 4.8: whether data or computing holds the training up."""
     if slow:
-        monkeypatch.setenv("LOCKSTEP_FAULT", "hang@seconds=0.1,where=loader")
+        monkeypatch.setenv("LOCKSTEP_FAULT", "hang@seconds=0.5,where=loader")
     ended = lockstep("train", "ad", "tiny", *SHORT, "--max-steps", "6", "--name", "run")
     assert ended.code == 0, ended.text
     assert ("of the time went into waiting for rows" in ended.text) == slow

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lockstep.launch import link as links
 from lockstep.runtime import env, faults
+from lockstep.runtime.host_time import own_seconds
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143, signal.SIGUSR1: 75, signal.SIGUSR2: 75}
 ASLEEP = "import time; time.sleep(600)"
@@ -79,7 +80,7 @@ def train(link: links.Link, place: env.Env, chosen: dict[str, str]) -> int:
     helper = subprocess.Popen([sys.executable, "-c", ASLEEP]) if chosen.get("helper") else None
     lines, lag = int(chosen.get("noise", 0)), int(chosen.get("lag", 0))
     for step in range(int(chosen.get("steps", 30))):
-        begin = time.perf_counter()
+        begin = own_seconds()
         link.enter("data", step)
         plan.at("loader", step)
         link.enter("forward", step)
@@ -96,7 +97,7 @@ def train(link: links.Link, place: env.Env, chosen: dict[str, str]) -> int:
         link.enter("backward")
         plan.at("backward", step)
         plan.at("optimizer", step)
-        link.busy(step, time.perf_counter() - begin)
+        link.busy(step, own_seconds() - begin)
         with contextlib.suppress(BrokenPipeError):  # who is not ended with the launcher must not end by this
             print(f"Step [{step}] rank {place.rank}", flush=True)
         for number in range(lines):

@@ -58,7 +58,7 @@ def test_killed_worker(tmp_path: Path, trials: int) -> None:
         assert not list(run.glob("saved.*")), "a state without the lost peer's part must not be kept"
         return ended.ended_at - begin
 
-    assert max(harness.many(trials, one)) <= 3.0
+    harness.in_time(trials, one, 3.0)
 
 
 WAYS = {
@@ -127,7 +127,7 @@ def test_unprotected_workers_are_found(tmp_path: Path) -> None:
     job.wait_for("[GPU1] Step [1]")
     job.send(signal.SIGKILL)
     ended = job.finish(5)
-    with pytest.raises(AssertionError, match="alive 2"):
+    with pytest.raises(AssertionError, match=r"alive \d+\.\d s after the end"):
         ended.check_clean()
     assert not harness.survivors(ended.stamp), "and the harness leaves nobody"
 
@@ -247,7 +247,7 @@ def test_hangs(tmp_path: Path, trials: int) -> None:
             assert "stub.py" in (run / "workers" / f"n0-{tag}" / "stacks.txt").read_text()
         return ended.ended_at - begin
 
-    assert max(harness.many(trials, one, at_once=4)) <= HANG_SECONDS + 2
+    harness.in_time(trials, one, HANG_SECONDS + 2, at_once=4)
 
 
 @times(1, 20)

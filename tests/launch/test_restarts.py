@@ -140,9 +140,10 @@ def test_another_machine_may_know_better(monkeypatch: pytest.MonkeyPatch, run: P
     assert second.run(3, node=1) == 0
 
 
-def test_a_signal_ends_the_pause(run: Path) -> None:
+def test_a_signal_ends_the_pause(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, with its own code, and how to go on; meanwhile `lockstep stop` finds this process."""
     seen: list[int] = []
+    monkeypatch.setattr(restarting, "FIRST_SECONDS", 60.0)  # however late a busy machine is, that is longer
 
     def interrupt() -> None:
         while not (found := owner.read(run)):
@@ -157,7 +158,7 @@ def test_a_signal_ends_the_pause(run: Path) -> None:
     story = restarting.Story(lambda _run, _fields: None)
     with signals.listening(), pytest.raises(Stopped) as stopped:
         restarting.keep_running(lambda _: failed(run), most=3, node=0, say=lambda _: None, story=story)
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 30
     assert stopped.value.exit_code == ExitCode.TERMINATED
     assert f"lockstep resume {run}" in str(stopped.value)
     assert seen
@@ -241,10 +242,10 @@ def test_real_processes_are_started_again(tmp_path: Path) -> None:
 
 
 def test_a_stop_ends_real_processes_between_rounds(tmp_path: Path) -> None:
-    job = start(tmp_path / "run", fault="kill@rank=1,step=7,round=0", pause=20)
+    job = start(tmp_path / "run", fault="kill@rank=1,step=7,round=0", pause=60)
     job.wait_for("[RESTART]")
     job.send(signal.SIGUSR1)
-    ended = job.finish(10)  # less than the pause
+    ended = job.finish(30)  # less than the pause
     assert ended.code == 75, ended.out
     ended.check_clean()
 
@@ -252,7 +253,7 @@ def test_a_stop_ends_real_processes_between_rounds(tmp_path: Path) -> None:
 def test_a_crash_after_a_stop_is_not_answered(tmp_path: Path) -> None:
     """It was asked to stop, goes on for some steps, and crashes in one of them."""
     command = (*LAUNCHER, "2", str(tmp_path / "run"), "restarts=2", "pause=0.1")
-    options = {"LOCKSTEP_FAULT": "exit@rank=1,step=50,code=9", "STUB_OPTIONS": "steps=200,lag=150"}
+    options = {"LOCKSTEP_FAULT": "exit@rank=1,step=150,code=9", "STUB_OPTIONS": "steps=500,lag=300"}
     job = harness.start(command, cwd=ROOT, **options)
     job.wait_for("[GPU1] Step [1]")
     job.send(signal.SIGTERM)

@@ -105,20 +105,17 @@ def test_who_stays_when_all_is_done_is_found(tmp_path: Path) -> None:
 
 
 def test_a_launcher_without_its_reaper_goes_on(tmp_path: Path) -> None:
-    job = begun(tmp_path / "run", options="steps=30")
+    job = begun(tmp_path / "run", options="steps=150")
+    workers = job.members("LOCAL_WORLD_SIZE=2")
     (reaper,) = [
         pid
         for pid in job.members()
-        if pid != job.pid and "tests.launch.launcher" in harness.command_line(pid) and not is_worker(job, pid)
+        if pid not in (job.pid, *workers) and "tests.launch.launcher" in harness.command_line(pid)
     ]
     os.kill(reaper, signal.SIGKILL)
     ended = job.finish(20)
     assert (ended.code, "Traceback" in ended.out) == (0, False), ended.out
     ended.check_clean()
-
-
-def is_worker(job: harness.Job, pid: int) -> bool:
-    return pid in job.members("LOCAL_WORLD_SIZE=2")
 
 
 @pytest.mark.parametrize("program", ["launcher", "kill_leaked"])
@@ -147,7 +144,7 @@ class Stalled:
     """A launcher whose reader stands still, as a pager does, with more to say than any buffer holds."""
 
     def __init__(self, run: Path, *watch: str, options: str) -> None:
-        environ = {**os.environ, "STUB_OPTIONS": f"noise=200,rate=500,{options}", harness.STAMP: run.name}
+        environ = {**os.environ, "STUB_OPTIONS": f"noise=200,rate=500,{options}", harness.STAMP: str(run)}
         command = [*LAUNCHER, "2", str(run), *watch]
         self.run = run
         self.job = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, start_new_session=True)
@@ -159,7 +156,7 @@ class Stalled:
         return self
 
     def __exit__(self, *_: object) -> None:
-        harness.kill(self.run.name)
+        harness.kill(str(self.run))
         with self.job:
             pass
 
@@ -169,7 +166,7 @@ class Stalled:
 
 
 def test_silence_behind_a_stalled_reader_is_no_hang(tmp_path: Path) -> None:
-    with Stalled(tmp_path / "stalled-quiet", "hang_seconds=0.5", options="steps=150") as stalled:
+    with Stalled(tmp_path / "stalled-quiet", "hang_seconds=1", options="steps=150") as stalled:
         assert stalled.job.poll() is None
         rest = stalled.rest()
         assert (stalled.job.wait(20), b"[FAILURE]" in rest) == (0, False), rest[-1000:]
@@ -182,7 +179,7 @@ def test_a_stop_behind_a_stalled_reader_saves(tmp_path: Path) -> None:
         stalled.job.send_signal(signal.SIGTERM)
         assert stalled.job.wait(10) == 143
         saved(stalled.run)
-        assert not harness.survivors(stalled.run.name)
+        assert not harness.survivors(str(stalled.run))
         assert len(stalled.rest()) < 4 << 20
 
 
@@ -197,4 +194,4 @@ def test_an_end_by_force_needs_no_reader(tmp_path: Path, twice: bool) -> None:
         begin = time.monotonic()
         assert stalled.job.wait(10) == 130
         assert not twice or time.monotonic() - begin < 2
-        assert not harness.survivors(stalled.run.name)
+        assert not harness.survivors(str(stalled.run))

@@ -88,7 +88,7 @@ def start(folder: Path) -> Cluster:
         for name in ("socket", "key-file", "pid-file", "log-file", "seed-file")
     ]
     processes = [_spawn(folder, "munged", "--foreground", "--force", *files)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while not (folder / "munge.socket").exists():
         assert time.monotonic() < deadline, (folder / "munged.out").read_text()
         time.sleep(0.05)

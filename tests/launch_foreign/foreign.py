@@ -36,7 +36,7 @@ class Foreign:
     process: subprocess.Popen[str]
     run_id: str
 
-    def finish(self, seconds: float = 60) -> tuple[int, str]:
+    def finish(self, seconds: float = 180) -> tuple[int, str]:
         """(exit code, everything on the screen)."""
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
@@ -146,7 +146,7 @@ def failure_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "failure.json").read_text())
 
 
-def wait_for(paths: Sequence[Path], seconds: float = 30) -> None:
+def wait_for(paths: Sequence[Path], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not all(path.exists() and path.stat().st_size for path in paths):
         assert time.monotonic() < deadline, f"not there: {paths}"

@@ -5,17 +5,20 @@ FAULT is `kind@rank=1,step=3`; exchanges are files in RUN that every rank waits 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.launch import link
 from lockstep.runtime import env
 
 STEP_SECONDS = 0.02
+GUARDIAN_SECONDS = 60.0
 
 
 def main(run: Path, steps: int, fault: str) -> int:
@@ -30,6 +33,7 @@ def main(run: Path, steps: int, fault: str) -> int:
     for step in range(steps):
         worker.enter("forward", step)
         if chosen.get("rank") == str(place.rank) and chosen.get("step") == str(step):
+            await_guardian()
             fail(kind, worker)
         time.sleep(STEP_SECONDS)
         worker.enter("communication")
@@ -62,6 +66,22 @@ def state(pid: str) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def await_guardian() -> None:
+    """Until somebody holds a handle on this process: a trainer takes long to begin, the guardian has met it by then."""
+    own = f"Pid:\t{os.getpid()}\n"
+    until = time.monotonic() + GUARDIAN_SECONDS
+    while time.monotonic() < until and not any(own in text for text in handles()):
+        time.sleep(0.05)
+
+
+def handles() -> Iterator[str]:
+    """What the kernel says of the files that guardians have open."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended between two looks
+            if b"launch.guardian" in (path / "cmdline").read_bytes():
+                yield from (each.read_text() for each in (path / "fdinfo").iterdir())
 
 
 def fail(kind: str, worker: link.Link) -> None:

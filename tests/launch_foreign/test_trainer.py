@@ -30,7 +30,7 @@ def one_failure(launcher: str, kind: str, folder: Path, *, rank: int) -> None:
     extra = ",code=7" if kind == "exit" else ",where=forward" if kind == "raise" else ""
     fault = {"LOCKSTEP_FAULT": f"{kind}@rank={rank},step=7{extra}"}
     foreign = start(launcher, *WORDS, "--training.max_steps", "5000", cwd=folder, variables=fault)
-    code, output = foreign.finish(90)
+    code, output = foreign.finish()
     exit_code, cause = FAULTS[kind]
     assert code == 1, "theirs, whatever we do"
     block = last_block(output)

@@ -31,6 +31,7 @@ FP64 = {"training.precision": "fp64"}
 RECOMPUTED = {"system.gradient_checkpointing": True}
 MODES = [("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)]
 FEW_STEPS = 15  # more than once over the rows
+LATE_SECONDS = 2.0  # far more than a busy machine takes for a step of this size
 SLOW = pytest.mark.slow
 NAN_GRADIENT, NAN_LOSS = "nan_grad@rank=1,step=1,tensor=tok_embed.weight", "nan_loss@rank=1,step=1"
 
@@ -198,16 +199,16 @@ class Sections:
 
 
 def wait_for_a_late_peer(group: Group, late: str) -> tuple[dict[str, float], float]:
-    """Rank 1 comes half a second late to its forward or backward; what rank 0 did meanwhile."""
+    """Rank 1 comes late to its forward or backward; what rank 0 did meanwhile."""
     link = Sections()
     sharded = Sharded("fsdp", group, CPU, link=link)
     model, tokens = made(sharded.shard), torch.arange(16).view(2, 8)
     sharded.zero()
     link.enter("forward")
-    time.sleep(0.5 * (group.rank == 1 and late == "forward"))
+    time.sleep(LATE_SECONDS * (group.rank == 1 and late == "forward"))
     loss = model(tokens, tokens)
     link.enter("backward")
-    time.sleep(0.5 * (group.rank == 1 and late == "backward"))
+    time.sleep(LATE_SECONDS * (group.rank == 1 and late == "backward"))
     loss.backward()
     link.enter("done")
     return link.seconds, sharded.waited_seconds
@@ -217,9 +218,10 @@ def wait_for_a_late_peer(group: Group, late: str) -> tuple[dict[str, float], flo
 def test_who_waits_for_a_peer_says_so(ranks: Pool, late: str) -> None:
     """Or else a watchdog could not tell the stuck rank from those that wait for it."""
     waiting, stuck = ranks(2, wait_for_a_late_peer, late)
-    assert waiting[0]["communication"] > 0.3
-    assert waiting[1] == pytest.approx(waiting[0]["communication"], abs=0.05)
-    assert waiting[0][late] < 0.3 < stuck[0][late]
+    most = 0.6 * LATE_SECONDS
+    assert waiting[0]["communication"] > most
+    assert waiting[1] == pytest.approx(waiting[0]["communication"], abs=0.1 * LATE_SECONDS)
+    assert waiting[0][late] < most < stuck[0][late]
 
 
 def train_compiled(group: Group, folder: Path, settings: dict[str, Any]) -> list[tuple[Any, ...]]:

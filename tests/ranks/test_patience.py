@@ -96,12 +96,18 @@ def test_a_slow_replica_is_waited_for(ranks: Pool, tmp_path: Path) -> None:
 
 
 def resume_late(group: Group, folder: Path, point: Path, hurried: bool) -> str:
-    """Rank 1 reads the checkpoint when rank 0 could be long past it and have forgotten it."""
+    """Rank 1 reads the checkpoint when rank 0 could be long past it and have forgotten it; hurried, when it has."""
     settings = {**SHORT, "system.mode": "replicas", "training.save_interval": 1, "checkpoint.keep_last": 1}
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 1:
-            resume = build._resume
-            patch.setattr(build, "_resume", lambda *args, **more: (time.sleep(2), resume(*args, **more))[1])
+            resume, until = build._resume, time.monotonic() + (60 if hurried else 2)
+
+            def late(*args: Any, **more: Any) -> Any:
+                while point.exists() and time.monotonic() < until:
+                    time.sleep(0.01)
+                return resume(*args, **more)
+
+            patch.setattr(build, "_resume", late)
         if hurried:
             patch.setattr(Group, "barrier", lambda _self: None)
         _, recorder = run(folder, settings, group=group, point=point)

@@ -282,7 +282,8 @@ def longest_pause_seconds(text: str) -> float:
 
     thread = threading.Thread(target=tick)
     thread.start()
-    time.sleep(0.02)
+    while not pauses:
+        time.sleep(0.001)
     plan(text).at("forward", 0)
     stop.set()
     thread.join()
