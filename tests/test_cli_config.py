@@ -75,6 +75,11 @@ def test_files_by_position_or_flag(lockstep: Run, in_dir: Path) -> None:
     assert shown(lockstep("config", "show", "llama", "./c.yaml").out)["training.max_steps"][0] == "3"
 
 
+def test_a_file_beside_a_preset_is_told_its_flag(lockstep: Run) -> None:
+    assert "  try: --config mine.json\n" in lockstep("train", "llama", "tiny", "mine.json").err
+    assert "  try: lockstep train --help\n" in lockstep("train", "llama", "tiny", "mine").err
+
+
 def test_show_json_can_be_loaded_again(lockstep: Run, in_dir: Path) -> None:
     text = lockstep("config", "show", "llama", "demo", "seed=9", "--json").out
     (in_dir / "again.json").write_text(text)

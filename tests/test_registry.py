@@ -61,3 +61,4 @@ def test_the_nearest_word() -> None:
     assert registry.nearest("trian", ["train", "sample"]) == "train"
     assert registry.nearest("zzz", ["train", "sample"]) == ""
     assert registry.suggest("x", []) == "nothing is registered"
+    assert registry.suggest("x", ["p", "q", "r"], most=2) == "one of p, q, 1 more"

@@ -6,6 +6,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.errors import ConfigError
@@ -119,7 +120,9 @@ class Parser(argparse.ArgumentParser):
         return ConfigError(f"no such flag of {self.prog}", where=flag[:200], hint=hint)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where=self.prog, hint=f"{self.prog} --help")
+        more = message.removeprefix("unrecognized arguments: ")
+        is_file = more != message and Path(more).suffix in (".json", ".yaml", ".yml") and "--config" in self.takes_value
+        raise ConfigError(message, where=self.prog, hint=f"--config {more}" if is_file else f"{self.prog} --help")
 
 
 def understand(

@@ -98,11 +98,12 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
     if arguments.steps is not None:
         raise ConfigError("is for a proof", where="--steps", hint="--prove too, or --max-steps")
     from lockstep.config.load import load_run
-    from lockstep.home import find_run, root_of
+    from lockstep.home import find_run, root_of, saved_identity
     from lockstep.runtime.devices import check_asked
 
     path = find_run(arguments.run)
-    loaded = load_run(root_of(path), [*settings, ("checkpoint.resume", str(path))])
+    told = [*settings, ("checkpoint.resume", str(path))]
+    loaded = load_run(root_of(path), told, since=saved_identity(path))
     check_asked(loaded.config.system)
     return _start(loaded, arguments)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -22,14 +24,14 @@ def find_run(text: str) -> Path:
     for path in (Path(text), RUNS / text):
         try:
             if (path / "config.json").is_file() or (path / MANIFEST).is_file():
-                return path
+                return path.parent / path.readlink() if path.is_symlink() else path  # `latest` may soon be another
         except (OSError, ValueError):  # a name no file can have
             break
     names = [run.name for run in last_runs(RUNS)]
     raise NotFoundError(
         f"no run {text[:200]!r} here or in {RUNS}/",
         where="RUN",
-        hint=suggest(text, names) if names else "lockstep train llama demo makes one",
+        hint=suggest(text, names, most=SHOWN_RUNS) if names else "lockstep train llama demo makes one",
     )
 
 
@@ -47,6 +49,20 @@ def family_of(path: Path) -> str:
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             continue
     return ""
+
+
+def saved_identity(path: Path) -> dict[str, Any]:
+    """The settings that decide the numbers, as the checkpoint says that will be gone on from; empty where none does.
+
+    They are not those of the run's beginning where somebody has insisted on others (checkpoint.allow_mismatch).
+    """
+    for file in sorted(RunDir(path).checkpoints.glob("step_*/run.json"), reverse=True) or [path / "run.json"]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one will be passed over
+            about = read_json(file)["about"]
+            told = dict(about["identity"])
+            if hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest() == about["identity_hash"]:
+                return told
+    return {}
 
 
 def last_runs(out: Path) -> list[Path]:

@@ -37,8 +37,9 @@ def nearest(word: str, known: list[str]) -> str:
     return found[0] if found else ""
 
 
-def suggest(word: str, known: list[str]) -> str:
-    """A hint for an unknown word: the nearest one and all of them."""
+def suggest(word: str, known: list[str], *, most: int = 100) -> str:
+    """A hint for an unknown word: the nearest one and the first `most` of all."""
     close = nearest(word, known)
-    listing = "one of " + ", ".join(known) if known else "nothing is registered"
+    more = [f"{len(known) - most} more"] if len(known) > most else []
+    listing = "one of " + ", ".join([*known[:most], *more]) if known else "nothing is registered"
     return f"did you mean {close!r}? ({listing})" if close else listing

@@ -42,7 +42,7 @@ def check_name(name: str, *, what: str = "run name") -> str:
     if not SAFE_NAME.fullmatch(name) or ".tmp-" in name:
         raise ConfigError(
             f"{what} {name[:80]!r} is not allowed",
-            hint="letters, digits and . _ + = @ - only, at most 200, starting with a letter or digit",
+            hint="unaccented letters, digits and . _ + = @ - only, at most 200, starting with a letter or digit",
         )
     return name
 

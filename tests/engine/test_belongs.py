@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.engine import build, checkpoint, resume
 from lockstep.report.jsonl import read_events
+from lockstep.rundir import RunDir
 from tests.conftest import Outcome
 from tests.gates.training import FEW_WORDS
 
@@ -96,3 +97,46 @@ def test_a_run_carries_its_label_and_another_thread_count_is_told(in_dir: Path, 
     again = lockstep("resume", "a", "system.threads=2", "--checkpoint.allow-mismatch", "true", "--max-steps", "3")
     assert again.code == 0, again.text
     assert "saved with device_name CPU (1 thread), now CPU (2 threads)" in again.text
+
+
+def test_other_settings_that_were_insisted_on_are_those_of_the_run_from_then_on(in_dir: Path, lockstep: Cli) -> None:
+    """A longer run that is interrupted goes on as it was asked to: `resume` alone, and from an older checkpoint too."""
+    assert lockstep("train", "llama", "tiny", *QUICK, "--name", "a", "training.save_interval=1").code == 0
+    done = lockstep("resume", "a")
+    assert "more: lockstep resume runs/a --max-steps 4 --checkpoint.allow-mismatch true" in done.out
+    longer = lockstep("resume", "a", "--max-steps", "4", "--checkpoint.allow-mismatch", "true", "--lr", "1e-3")
+    assert longer.code == 0, longer.text
+    again = lockstep("resume", "a")
+    assert again.code == 0, again.text
+    assert "Nothing left to do: all 4 steps are done" in again.out
+    checkpoints = in_dir / "runs" / "a" / "checkpoints"
+    middle = lockstep("resume", str(checkpoints / "step_00000003"), "--name", "b")
+    assert middle.code == 0, middle.text
+    newest = resume.read_about(in_dir / "runs" / "b" / "checkpoints" / "step_00000004")
+    assert (newest["identity"]["training.max_steps"], newest["identity"]["training.learning_rate"]) == (4, 1e-3)
+    assert lockstep("resume", "a", "--max-steps", "5").code == 2, "others are refused as before"
+    broken = checkpoints / "step_00000004" / "run.json"
+    broken.write_bytes(broken.read_bytes().replace(b'"training.max_steps": 4', b'"training.max_steps": 9'))
+    passed_over = lockstep("resume", "a")
+    assert passed_over.code == 0, passed_over.text
+    assert "Checkpoint passed over" in passed_over.text
+    assert "Step [3/4]" in passed_over.out
+
+
+@pytest.mark.parametrize("place", [("--name", "b"), ("--out", "other", "--name", "b")])
+def test_another_name_or_folder_is_a_run_of_its_own(in_dir: Path, lockstep: Cli, place: tuple[str, ...]) -> None:
+    """It begins where the other stands, of which nothing is touched."""
+    assert lockstep("train", "llama", "tiny", *QUICK, "--name", "a").code == 0
+    before = {path: path.stat().st_mtime_ns for path in (in_dir / "runs" / "a").rglob("*")}
+    flags = ("--max-steps", "3", "--checkpoint.allow-mismatch", "true")
+    forked = lockstep("resume", "a", *flags, *place)
+    assert forked.code == 0, forked.text
+    assert {path: path.stat().st_mtime_ns for path in (in_dir / "runs" / "a").rglob("*")} == before
+    folder = in_dir / ("other" if "--out" in place else "runs") / "b"
+    assert [event["step"] for event in read_events(folder / "events.jsonl") if event["kind"] == "step"] == [2]
+    assert lockstep("resume", str(folder)).code == 0
+    copied = lockstep("resume", "a", "--name", "c")
+    assert "Nothing left to do" in copied.out
+    assert resume.has_saved(RunDir(in_dir / "runs" / "c")), "it can be sampled from"
+    same = lockstep("resume", "a", "--name", "a")
+    assert "run folder   runs/a\n" in same.out

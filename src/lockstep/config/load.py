@@ -78,8 +78,10 @@ def replaced(config: RunConfig, overrides: Mapping[str, Any]) -> Loaded:
     return _without_defaults(resolve(config.family, layers, preset=""))
 
 
-def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
-    """The configuration a run was started with, changed by flags."""
+def load_run(
+    run: Path, flags: Sequence[tuple[str, str | None]] = (), *, since: Mapping[str, Any] = MappingProxyType({})
+) -> Loaded:
+    """The configuration a run was started with, changed by what its checkpoint says since, by dotted key, and flags."""
     path = run / "config.json"
     try:
         saved: dict[str, Any] = read_json(path)
@@ -89,6 +91,9 @@ def load_run(run: Path, flags: Sequence[tuple[str, str | None]] = ()) -> Loaded:
             f"no run here: {type(error).__name__} while reading its configuration", where=str(path)
         ) from None
     known = catalog(family)
+    for setting in known.settings.values():
+        if setting.key in since and len(setting.path) > 1 and isinstance(section := tree.get(setting.path[0]), dict):
+            section[setting.path[1]] = since[setting.key]
     written = from_document(reader.Document(str(path), tree), known)
     changed = [from_flag(key, text, known) for key, text in flags]
     return _without_defaults(resolve(family, [written, changed], preset=preset))

@@ -251,7 +251,8 @@ class _Builder:
             self._refuse(event, "a value is missing", '"key": value')
         if self.kind == "json" and isinstance(value, str):
             split = any(letter in text for letter in ' "\n')
-            self._refuse(event, f"{text[:40]!r} is not JSON", "is a comma missing?" if split else 'text needs "quotes"')
+            hint = "is a comma missing?" if split else 'text needs "quotes"'
+            self._refuse(event, f"{text[:40]!r} is not JSON", hint if self.containers else "a .json or .yaml file")
         if isinstance(value, float) and not math.isfinite(value):
             self._refuse(event, f"{text[:40]} is not a finite number")
         self._place_value(value, event)

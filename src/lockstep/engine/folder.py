@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -39,7 +40,7 @@ def choose_run(
     def decide() -> dict[str, str | None]:
         if planned.config.report.results_dir:
             results.probe(Path(planned.config.report.results_dir), planned.config.family)
-        point = resume.find(planned.config, planned.identity_hash)
+        point = _of_its_own(resume.find(planned.config, planned.identity_hash), loaded)
         if point:
             allow = planned.config.checkpoint.allow_mismatch
             asked = resume.with_saved_split(planned, point).config
@@ -62,6 +63,16 @@ def choose_run(
     between_rounds.keep_run(run.root)  # each of them: torchrun may make another worker the first one of its next round
     checkpoint = decided["checkpoint"]
     return run, resume.ResumePoint(Path(checkpoint), run) if checkpoint else None
+
+
+def _of_its_own(point: resume.ResumePoint | None, loaded: Loaded) -> resume.ResumePoint | None:
+    """Where to go on from; not in that run, where a flag names another run or folder of runs."""
+    if point is None or point.run is None or loaded.config.checkpoint.resume == "auto":
+        return point
+    root, flags = point.run.root.resolve(), {key for key, origin in loaded.origins.items() if origin.layer == "flag"}
+    named = "run.name" in flags and loaded.config.run.name != root.name
+    moved = "run.out" in flags and Path(loaded.config.run.out).resolve() != root.parent
+    return replace(point, run=None) if named or moved else point
 
 
 def go_on(loaded: Loaded) -> Loaded:
@@ -174,7 +185,9 @@ def owned(run: RunDir) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            "another process is training in this run", where=str(run.root), hint="wait for it, or --name NEW"
+            "another process is training in this run",
+            where=str(run.root),
+            hint=f"lockstep stop {shlex.quote(str(run.root))} lets it save and end; or --name NEW",
         ) from None
     except OSError as error:
         raise OutputError(f"cannot write to the run: {error.strerror or error}", where=str(run.root)) from error

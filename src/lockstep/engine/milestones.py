@@ -195,7 +195,12 @@ def _export(parts: Parts, name: str, *, plain: bool = False) -> Export | None:
 
 
 def make_good(parts: Parts) -> None:
-    """Of a run that is over: the documented file of its last step, should a kill have come before it."""
+    """Of a run that is over: its checkpoint, should it have begun at its end, in the state of another run.
+
+    And the documented file of its last step, should a kill have come before it.
+    """
+    if parts.saves and not parts.council.group.together(lambda: bool(parts.checkpointer.found())):
+        save(parts, "")
     folder = parts.config.training.checkpoint_dir
     if not parts.saves or not folder or parts.config.family != "ad":
         return

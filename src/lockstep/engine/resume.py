@@ -67,7 +67,8 @@ def point_of_run(path: Path) -> ResumePoint:
     if newest is None:
         damaged = checkpointer.found()
         if damaged:
-            raise DataError(f"none of the {len(damaged)} checkpoints can be trusted", where=str(run.checkpoints))
+            what = f"none of the {len(damaged)} checkpoints can be trusted"
+            raise DataError(what, where=str(run.checkpoints), hint="a copy of one, or train anew: --name NEW")
         raise NotFoundError("the run has saved no checkpoint", where=str(path), hint="start it anew")
     return ResumePoint(newest, run)
 
@@ -153,7 +154,8 @@ def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
         raise ConfigError(
             f"the checkpoint belongs to another configuration:\n{text}",
             where=str(checkpoint),
-            hint="the saved settings (lockstep resume RUN), --name NEW, or --checkpoint.allow-mismatch true",
+            hint="leave these settings as they were; train a new run (--name NEW, no --resume); or insist: "
+            "--checkpoint.allow-mismatch true",
         )
     if differences:
         logger.warning("Resuming although the configuration differs:\n%s", text)

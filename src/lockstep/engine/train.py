@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -233,6 +234,9 @@ def go_on_from_the_end(parts: Parts) -> None:
     """A run that is complete: say so, measure it, and make good result files that are missing."""
     count = f", {parts.epochs.count} epochs" if parts.epochs else ""
     logger.info("Nothing left to do: all %d steps are done%s", parts.progress.step, count)
+    if not parts.epochs:
+        run, more = shlex.quote(str(parts.checkpointer.folder.parent)), 2 * parts.progress.step
+        logger.info("  more: lockstep resume %s --max-steps %d --checkpoint.allow-mismatch true", run, more)
     close_the_end(parts)
     write_results(parts)
     make_good(parts)
