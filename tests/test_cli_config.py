@@ -75,6 +75,12 @@ def test_files_by_position_or_flag(lockstep: Run, in_dir: Path) -> None:
     assert shown(lockstep("config", "show", "llama", "./c.yaml").out)["training.max_steps"][0] == "3"
 
 
+def test_presets_of_one_family_by_word_or_flag(lockstep: Run) -> None:
+    ours = lockstep("config", "list", "ad").out
+    assert ours == lockstep("config", "list", "--family", "ad").out
+    assert [line for line in ours.splitlines() if line.endswith(":")] == ["ad:"]
+
+
 def test_a_file_beside_a_preset_is_told_its_flag(lockstep: Run) -> None:
     assert "  try: --config mine.json\n" in lockstep("train", "llama", "tiny", "mine.json").err
     assert "  try: lockstep train --help\n" in lockstep("train", "llama", "tiny", "mine").err

@@ -282,7 +282,7 @@ def config_list(arguments: Namespace, _: list[Setting]) -> int:
     """Show the presets."""
     from lockstep.config.show import list_presets
 
-    say(list_presets(arguments.family))
+    say(list_presets(arguments.only or arguments.family))
     return ExitCode.DONE
 
 

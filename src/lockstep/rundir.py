@@ -28,6 +28,7 @@ LATEST = "latest"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}")
 HASH_CHUNK_BYTES = 1 << 22
 JSON_BYTES = 64 << 20  # no file of ours comes near
+SPOILT = "spoilt"  # in a checkpoint's run.json: weights were not finite; kept to be looked at, never to go on from
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: the word of a library that keeps no number
 
 Beat = Callable[[], object]  # called as work goes on, for whoever watches

@@ -12,7 +12,7 @@ from lockstep import home
 from lockstep.errors import ExitCode, LockstepError, NotFoundError
 from lockstep.report.standing import State, Worker, read, worker_folders
 from lockstep.report.tail import Growing
-from lockstep.rundir import MANIFEST
+from lockstep.rundir import MANIFEST, SPOILT, read_json
 from lockstep.runtime.scrub import scrubber
 
 SHOWN_RUNS = 20
@@ -207,11 +207,21 @@ def _speed(state: State, *, before: str = "") -> str:
 
 def _saved(state: State) -> str:
     """Where the newest whole checkpoint is, and how to go on from it."""
-    found = sorted(path.parent for path in (state.root / "checkpoints").glob(f"step_*/{MANIFEST}"))
-    if not found:
-        return "  nothing was saved"
-    onwards = "" if state.life == "done" else f"\n  go on: lockstep resume {shlex.quote(str(state.root))}"
-    return f"  saved: {found[-1]}{onwards}"
+    found = sorted((path.parent for path in (state.root / "checkpoints").glob(f"step_*/{MANIFEST}")), reverse=True)
+    newest, run = next((path for path in found if not _is_spoilt(path)), None), shlex.quote(str(state.root))
+    lines = [f"  saved: {newest}" if newest else "  nothing was saved"]
+    if state.exit_code == ExitCode.NON_FINITE:
+        lines.append(f"  why: lockstep replay {run}")
+    if newest and state.life != "done":
+        lines.append(f"  go on: lockstep resume {run}")
+    return "\n".join(lines)
+
+
+def _is_spoilt(checkpoint: Path) -> bool:
+    try:
+        return bool(read_json(checkpoint / "run.json").get(SPOILT))
+    except (OSError, ValueError, AttributeError):  # a damaged one is told when it is gone on from
+        return False
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

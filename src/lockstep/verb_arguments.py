@@ -208,7 +208,8 @@ def _script(parser: Parser) -> None:
 
 
 def _presets(parser: Parser) -> None:
-    parser.flag("--family", "whose presets (all)", metavar="FAMILY")
+    parser.add_argument("only", metavar="FAMILY", nargs="?", help="whose presets (all)")
+    parser.flag("--family", "the same", metavar="FAMILY")
 
 
 def _show(parser: Parser) -> None:

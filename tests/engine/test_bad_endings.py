@@ -144,6 +144,13 @@ def test_a_run_goes_on_from_before_a_weight_was_bad(
     assert [path.name for path in checkpointer.found()] == ["step_00000001", "step_00000002", "step_00000003"]
     assert checkpointer.latest() == checkpointer.folder / "step_00000002"
     assert "step_00000003: its weights are not finite" in caplog.text
+    shown = lockstep("status", "bad").out
+    for line in (
+        "saved: runs/bad/checkpoints/step_00000002",
+        "why: lockstep replay runs/bad",
+        "go on: lockstep resume",
+    ):
+        assert f"  {line}" in shown, shown
     assert lockstep("replay", "bad").code == 0
     monkeypatch.setenv("LOCKSTEP_FAULT", "")
     told = lockstep("resume", "bad")

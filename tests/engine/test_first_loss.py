@@ -40,6 +40,7 @@ def test_a_run_of_each_architecture(in_dir: Path, lockstep: Cli, architecture: s
     assert first["expected"] == pytest.approx(math.log(512) + 64 * 0.02**2 / 2)
     assert first["loss"] == pytest.approx(first["expected"], abs=TOLERANCE)
     assert "First loss" not in done.text
+    assert ("export runs/one --to hf" in done.text) == (architecture != "prenorm"), "what others can read"
     exported = lockstep("export", str(run), "--to", "hf")
     assert exported.code == 0, exported.text
     assert ("transformers has no class" in exported.text) == (architecture == "prenorm")

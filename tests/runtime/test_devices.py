@@ -106,6 +106,7 @@ def test_no_gpu_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="no GPU can be used here") as caught:
         devices.choose(asked, cpu=False)
     assert caught.value.hint == (f"--device cpu --gpus {asked}" if asked[0].isdigit() else "--device cpu")
+    assert caught.value.where == ("" if asked == "all" else f"--gpus {asked}"), "what was typed"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ def _read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+        what = f"cannot be read: {error.strerror or error}"
+        raise ConfigError(what, where=str(path), hint="a file that you may read") from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES >> 10} KiB: not a configuration file", where=str(path))
     return data

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, RUN = "model.safetensors", "optimizer.safetensors", "run.json"
 KINDS = (MODEL, OPTIMIZER)
-SPOILT = "spoilt"  # in run.json: weights were not finite; such a state is evidence, and nothing to go on from
 NAME = re.compile(r"step_\d{8,}")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SEEN_SECONDS = 5.0  # a file on a network disk may show up late elsewhere
@@ -295,7 +294,7 @@ def _check_not_spoilt(path: Path) -> None:
         run = rundir.read_json(path / RUN)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path / RUN)) from None
-    if isinstance(run, dict) and run.get(SPOILT):
+    if isinstance(run, dict) and run.get(rundir.SPOILT):
         raise DataError("its weights are not finite: kept to be looked at", where=str(path))
 
 

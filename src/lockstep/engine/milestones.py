@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.engine import agent_files, drift, legacy, results, unseen
-from lockstep.engine.checkpoint import SPOILT
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
 from lockstep.engine.saving import Export
 from lockstep.engine.state import capture, is_finite
 from lockstep.errors import ExitCode, LockstepError
+from lockstep.rundir import SPOILT
 from lockstep.runtime import env
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from lockstep.data.stream import StreamTable
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared
 from lockstep.models.agent import Agent
+from lockstep.models.hf_names import TABLES
 from lockstep.models.shapes import Lora, Memory, Shape, Sharing, memory_bytes
 from lockstep.report.words import USUAL, WORDINGS, Banner, Summary
 from lockstep.rundir import RunDir
@@ -134,8 +135,10 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
     fills = hasattr(parts.stepper.objective, "fill") and "[MASK]" not in parts.config.report.sample_prompt
     asks = "What is the capital of France?" if getattr(parts.stepper.objective, "answers", False) else ""
     prompt = shlex.quote("the [MASK] of" if fills else asks or parts.config.report.sample_prompt.strip() or "The")
-    of_texts, of_agents = (f"sample {place} {prompt}", f"export {place} --to hf"), (f"sample {place}", f"eval {place}")
-    walks = isinstance(parts.stepper.model, Agent)
+    model = parts.stepper.model
+    walks, others_read_it = isinstance(model, Agent), getattr(model.shape, "model_type", "") in TABLES
+    of_texts = (f"sample {place} {prompt}", *([f"export {place} --to hf"] if others_read_it else []))
+    of_agents = (f"sample {place}", f"eval {place}")
     rate = pace.tokens / pace.seconds if pace.seconds else 0.0
     words = WORDINGS.get(parts.config.family, USUAL)
     return Summary(

@@ -71,7 +71,8 @@ def choose(asked: str, *, cpu: bool, repeats: bool = False) -> list[int]:
     gpus = [] if cpu else visible_gpus()
     if not (cpu or gpus):
         wish = f" --gpus {word}" if word[:1].isdecimal() else ""
-        raise ConfigError("no GPU can be used here", where=f"{WHICH} {word[:80]}", hint=f"--device cpu{wish}")
+        where = "" if word == "all" else f"{WHICH} {word[:80]}"  # all is what nobody has to type
+        raise ConfigError("no GPU can be used here", where=where, hint=f"--device cpu{wish}")
     if word == "all":
         return [0] if cpu else [gpu.index for gpu in gpus]
     if word in ("auto", "auto:memory"):

@@ -80,9 +80,10 @@ def reading(file: Path) -> Generator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise NotFoundError("the file has gone", where=str(file)) from None
+        raise NotFoundError("the file has gone", where=str(file), hint="once more, when nobody moves files") from None
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", where=str(file)) from error
+        what = f"cannot be read: {error.strerror or error}"
+        raise DataError(what, where=str(file), hint="files that you may read") from error
 
 
 def content_of(files: list[tuple[str, Path]], memo: Path | None) -> dict[str, Any]:
