@@ -203,3 +203,25 @@ def test_several_workers_prove_by_as_many(mode: str, in_dir: Path, lockstep: Cli
     assert proven.code == 0, proven.text
     assert f": CPU (1 thread), {'1 worker' if mode == 'replicas' else '2 workers'}" in proven.out
     assert "2 of 2 steps on record, equal bits" in proven.out
+
+
+def test_settings_that_were_changed_on_the_way(in_dir: Path, lockstep: Cli) -> None:
+    """Their steps are proven with the settings they were made with; steps of others are not accused."""
+    train(lockstep, "a")
+    insisting = ("--checkpoint.allow-mismatch", "true", "--lr", "1e-3")
+    assert lockstep("resume", "a", "--max-steps", "6", *insisting).code == 0
+    across = lockstep("resume", "a", "--prove")
+    assert across.code == 0, across.text
+    assert "steps 4 to 5 again, from step_00000004" in across.out
+    before = lockstep("resume", "a", "--prove", "--steps", "4")
+    assert before.code == ExitCode.USAGE
+    assert "changed after step 4" in before.err
+    assert "  try: --steps 2\n" in before.err
+    shutil.rmtree("runs/a/checkpoints/step_00000004")
+    assert "a run with another checkpoint" in lockstep("resume", "a", "--prove").err
+    older = lockstep(
+        "resume", str(Path("runs/a/checkpoints/step_00000006")), "--max-steps", "8", *insisting, "--name", "b"
+    )
+    assert older.code == 0, older.text
+    forked = lockstep("resume", "b", "--prove", "--steps", "2")
+    assert forked.code == 0, forked.text

@@ -105,11 +105,19 @@ def find(path: Path, steps: int | None) -> Task:
     last = _steps(target)
     if steps is not None and steps > last:
         raise ConfigError(f"{steps}, the checkpoint has only {last} behind it", where="--steps", hint=f"1 to {last}")
-    latest = last - (steps or 1)
+    latest, since = last - (steps or 1), _changed_at(run, last)
     about = resume.read_about(target)
-    for base in reversed(checkpoint.Checkpointer(run.checkpoints).found()):
-        if base.resolve() != target.resolve() and _number(base) <= latest and checkpoint.is_good(base):
+    others = [base for base in checkpoint.Checkpointer(run.checkpoints).found() if base.resolve() != target.resolve()]
+    for base in reversed(others):
+        if since <= _number(base) <= latest and checkpoint.is_good(base):
             return Task(run, target, last, base, _steps(base), about)
+    if since:
+        left = [_number(base) for base in others if since <= _number(base) < last]
+        raise ConfigError(
+            f"the settings of the run were changed after step {since}, and its steps before were made with others",
+            where="--steps" if steps else str(run.root),
+            hint=f"--steps {last - min(left)}" if left else "a run with another checkpoint",
+        )
     base, first = _beginning(run)
     if first > latest:
         raise ConfigError(
@@ -131,6 +139,22 @@ def _steps(checkpoint: Path) -> int:
 
 def _number(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
+
+
+def _changed_at(run: RunDir, last: int) -> int:
+    """After how many of its first `last` steps the run went on with other settings (checkpoint.allow_mismatch).
+
+    0: not since its beginning, which may be a state of another run.
+    """
+    from lockstep.report.jsonl import read_events
+
+    events = read_events(run.events) if run.events.is_file() else []
+    began, changes = next((event.get("step") for event in events if event["kind"] == "start"), 0), [0]
+    for event in events:
+        if event["kind"] == "resume" and isinstance(done := event.get("step"), int) and 0 < done < last:
+            changes = [step for step in changes if step < done]  # it has gone back behind the others
+            changes += [done] if event.get("changed") else []
+    return changes[-1] if changes[-1] != began else 0
 
 
 def _beginning(run: RunDir) -> tuple[Path | None, int]:
@@ -205,6 +229,8 @@ def held(task: Task, scratch: Path) -> Task:
 
 def write_settings(task: Task, scratch: Path) -> Path:
     """The settings of the run as a file, but for what it shows and where it writes; who computes as it was then."""
+    from lockstep.engine import resume
+
     tree: dict[str, Any] = json.loads(json.dumps(task.about["config"]))
     about, system = task.about, tree["system"]
     for key, value in SILENT.items():
@@ -224,7 +250,10 @@ def write_settings(task: Task, scratch: Path) -> Path:
     if on_cpu or len(listed) != world or not all(part.strip().isdecimal() for part in listed) or world == 1:
         system["gpus"] = str(world)
     tree["run"] |= {"out": str(scratch), "name": AGAIN}
-    tree["checkpoint"] |= {"resume": str(task.base.absolute()) if task.base else None, "allow_mismatch": False}
+    insists = task.base is not None and bool(
+        resume.changed(resume.ResumePoint(task.base, None), about)
+    )  # as it did then
+    tree["checkpoint"] |= {"resume": str(task.base.absolute()) if task.base else None, "allow_mismatch": insists}
     path = scratch / "settings.json"
     path.write_text(json.dumps(tree), encoding="utf-8")
     return path

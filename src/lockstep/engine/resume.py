@@ -147,6 +147,12 @@ def other_bits(about: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
     return [f"saved with {key} {str(was)[:80] or 'none'}, now {str(now) or 'none'}" for key, was, now in told]
 
 
+def changed(point: ResumePoint, current: Mapping[str, Any]) -> list[str]:
+    """The settings that decide the numbers and are not those of the checkpoint."""
+    was = about_of(point).get("identity")
+    return identity_diff(was, current["identity"]) if isinstance(was, dict) else []
+
+
 def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
     """Nothing, if there are no differences; else an error, or a warning where that is allowed."""
     text = "\n".join(f"    {line}" for line in differences)

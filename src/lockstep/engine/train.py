@@ -304,7 +304,9 @@ def announce(
             logger.info("%s", line)
     parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled, loaded).fields())
     if point:
-        parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint))
+        changed = resume.changed(point, parts.about)
+        told = {"changed": changed} if changed else {}
+        parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint), **told)
     elif rounds.current().number:  # from the start: what an earlier round has told of its steps is void
         parts.tell("resume", step=0)
 
