@@ -136,6 +136,21 @@ def test_no_run_at_all(in_dir: Path) -> None:
     assert "lockstep train llama demo" in status.status()
 
 
+def test_what_was_refused_is_counted_and_not_listed(runs: Path) -> None:
+    """A path mistyped ten times is no ten runs; one that has made steps is a run whatever ended it."""
+    for number in range(status.SHOWN_RUNS + 5):
+        make(runs / f"typo-{number}", START, end(66) | {"step": 0})
+    only = status.status()
+    assert only.splitlines() == [
+        f"no run in {runs.name}/ yet", "(25 refused before the first step)", "  try: lockstep train llama demo",
+    ]  # fmt: skip
+    make(runs / "begun", START, STEP, end(66) | {"step": 7})
+    make(runs / "failed", START, end(1) | {"step": 0})
+    _, *rows, last = status.status().splitlines()
+    assert sorted(row.split()[0] for row in rows) == ["begun", "failed"]
+    assert last == "(25 refused before the first step)"
+
+
 # ------------------------------------------------------------------------------------------------ stop
 
 

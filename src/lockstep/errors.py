@@ -26,6 +26,10 @@ class ExitCode(IntEnum):
     TERMINATED = 143  # SIGTERM
 
 
+# Before the first step: a mistake in what was asked for, and no failure.
+REFUSALS = (ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FOUND, ExitCode.CANNOT_CREATE)
+
+
 class LockstepError(Exception):
     """A failure explained: what happened, where, and the next thing to try."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lockstep import home
-from lockstep.errors import ExitCode, LockstepError, NotFoundError
+from lockstep.errors import REFUSALS, ExitCode, LockstepError, NotFoundError
 from lockstep.report.standing import State, Worker, read, worker_folders
 from lockstep.report.tail import Growing
 from lockstep.rundir import MANIFEST, SPOILT, read_json
@@ -22,15 +22,25 @@ POLL_SECONDS = 0.2
 
 
 def status(root: Path | None = None) -> str:
-    """How a run stands, worker by worker; without one, the runs of runs/, those that run first."""
+    """How a run stands, worker by worker; without one, the runs of runs/, those that run first.
+
+    Those that were refused before their first step (a name mistyped) are only counted.
+    """
     if root is not None:
         return _in_full(read(root))
-    states = [read(root) for root in home.last_runs(home.RUNS)[:SHOWN_RUNS]]
+    states: list[State] = []
+    refused = 0
+    for each in home.last_runs(home.RUNS):
+        state = read(each)
+        refused += (is_refused := state.exit_code in REFUSALS and not state.finished_steps)
+        states += [] if is_refused else [state]
+        if len(states) == SHOWN_RUNS:
+            break
     states.sort(key=lambda state: not state.is_running)  # else as they are: newest first
-    if not states:
-        return f"no run in {home.RUNS}/ yet\n  try: lockstep train llama demo"
     rows = [[state.root.name, _life(state), _steps(state), _speed(state)] for state in states]
-    return "\n".join(_columns([["run", "state", "step", ""], *rows]))
+    lines = _columns([["run", "state", "step", ""], *rows]) if rows else [f"no run in {home.RUNS}/ yet"]
+    lines += [f"({refused} refused before the first step)"] if refused else []
+    return "\n".join([*lines, *([] if rows else ["  try: lockstep train llama demo"])])
 
 
 def stop(root: Path, *, timeout: float = 600.0) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import rundir
-from lockstep.errors import ExitCode
+from lockstep.errors import REFUSALS
 from lockstep.launch import link
 from lockstep.launch.watchdog import Hang
 from lockstep.runtime import env, memory_limits
@@ -201,8 +201,7 @@ def build(
 
 def is_refusal(record: Mapping[str, Any]) -> bool:
     """Whether a run was refused before its first step: a mistake in what was asked for, not a failure on a GPU."""
-    refused = (ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FOUND, ExitCode.CANNOT_CREATE)
-    return record["exit_code"] in refused and (record["step"] is None or record["step"] < 0)
+    return record["exit_code"] in REFUSALS and (record["step"] is None or record["step"] < 0)
 
 
 def next_command(run: Path | None) -> str:
