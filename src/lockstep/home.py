@@ -83,7 +83,8 @@ def home() -> str:
     lines += ["", f"last runs in {RUNS}/"]
     lines += [f"  {run.name}  {_state(RunDir(run))}" for run in runs] or ["  none yet"]
     lines += ["", "try", f"  lockstep train llama {'production' if gpus else 'demo'}"]
-    lines += [f"  lockstep sample {runs[0].name}{_prompt(runs[0])}"] if runs else ["  lockstep config list"]
+    saved = next((run for run in runs if any(RunDir(run).checkpoints.glob(f"step_*/{MANIFEST}"))), None)
+    lines += [f"  lockstep sample {saved.name}{_prompt(saved)}"] if saved else ["  lockstep config list"]
     lines += ["  lockstep check --quick"] if gpus else []
     lines += ["  lockstep --help"]
     return "\n".join(lines)
