@@ -14,7 +14,7 @@ from lockstep import cli
 from lockstep.arguments import SHORTS
 from lockstep.config.load import load, to_dict
 from lockstep.errors import ExitCode, NonFiniteError, Stopped
-from lockstep.rundir import MANIFEST, write_json
+from lockstep.rundir import write_json
 from lockstep.verb_arguments import ARGUMENTS
 
 Run = Callable[..., Any]
@@ -99,16 +99,6 @@ def test_alone_it_shows_devices_runs_and_three_commands(
         "three  just now, at step 7",
     ):
         assert words in listing
-
-
-def test_alone_it_proposes_a_prompt_that_suits_the_last_run(lockstep: Run, in_dir: Path) -> None:
-    write_json(in_dir / "runs" / "one" / "config.json", {"family": "llama"})
-    assert "lockstep sample" not in lockstep().out, "it has saved nothing"
-    (saved := in_dir / "runs" / "one" / "checkpoints" / "step_00000001").mkdir(parents=True)
-    write_json(saved / MANIFEST, {})
-    assert 'lockstep sample one "The"' in lockstep().out
-    write_json(in_dir / "runs" / "one" / "config.json", {"family": "mlm"})
-    assert 'lockstep sample one "the [MASK] sat"' in lockstep().out
 
 
 def test_families_lists_the_documented_commands(lockstep: Run) -> None:
