@@ -86,11 +86,6 @@ def check_alike(out: str, way: str) -> None:
         assert len({match["numbers"] for match in alike}) == 1
 
 
-def waited_seconds(pid: int) -> float:
-    """How long a process was ready to run and had no processor: that is the machine's doing."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-
-
 def test_run_sh_with_four_replicas(tmp_path: Path) -> None:
     """Items 1, 3, 5, 6, 9, 60, 121, 167, 175, and a quiet run that nothing is said about (row 15, 46).
 
@@ -108,7 +103,6 @@ def test_run_sh_with_four_replicas(tmp_path: Path) -> None:
     trainer.wait_for_step(job, 0)
     seconds = time.monotonic() - begin
     pids = trainer.workers(job, 4)
-    waited = max(waited_seconds(pid) for pid in pids)
     workers = [trainer.environ_of(pid) for pid in pids]
     told = trainer.run_folder(tmp_path) / "workers" / "n0-GPU3" / "heartbeat"
     trainer.wait_until(told.exists, job)  # of what status is to show
@@ -131,8 +125,8 @@ def test_run_sh_with_four_replicas(tmp_path: Path) -> None:
     assert status.returncode == 0, status.stderr
     assert re.search(r"step\s+\d+", status.stdout, re.IGNORECASE), status.stdout
     assert "GPU3" in status.stdout
-    print(f"\nfirst step line after {seconds:.1f} s, of which a worker has waited {waited:.1f} s for a processor")
-    assert seconds - waited <= FIRST_STEP_SECONDS
+    print(f"\nfirst step line after {seconds:.1f} s")
+    assert seconds <= FIRST_STEP_SECONDS
 
 
 def test_run_training_sh_with_one_shared_model(whole: Whole) -> None:

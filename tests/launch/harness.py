@@ -35,8 +35,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 STAMP = "LOCKSTEP_TEST_ID"
 ORPHAN_SECONDS = 2.0
-TRIES = 3  # conftest makes it 1 with --full: the figures of the long proofs hold at once
-NEXT_TRY = 1000  # a multiple of the number of cases that trials take turns in: the same case again
 
 
 @dataclass(frozen=True)
@@ -189,16 +187,9 @@ def many(times: int, one: Callable[[int], T], *, at_once: int = 3) -> list[T]:
 
 
 def in_time(times: int, one: Callable[[int], float], seconds: float, *, at_once: int = 3) -> None:
-    """Trials that return how long something took. One that is late is made again, with a number of its own.
-
-    On a machine that others load, anything may be late now and then; what is slow by itself is so every time. With
-    --full none is made again.
-    """
-    late = dict(enumerate(many(times, one, at_once=at_once)))
-    for again in range(1, TRIES):
-        late = {number: took for number, took in late.items() if took > seconds}
-        late = {number: one(number + again * NEXT_TRY) for number in late}
-    assert not {number: took for number, took in late.items() if took > seconds}, f"{late}, {seconds} s are allowed"
+    """Trials that return how long something took: none may take longer."""
+    late = {number: took for number, took in enumerate(many(times, one, at_once=at_once)) if took > seconds}
+    assert not late, f"{late}, {seconds} s are allowed"
 
 
 def failure(run_folder: Path) -> dict[str, Any]:
