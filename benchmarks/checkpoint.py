@@ -38,6 +38,7 @@ from lockstep.bench import busy
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.saving import Saver
 from lockstep.engine.snapshot import Snapshot, needed_bytes
+from lockstep.engine.state import is_finite
 from lockstep.runtime.marks import NoMarks
 
 CPU_LIMIT, CUDA_LIMIT_SECONDS = 1.2, 1.5
@@ -65,6 +66,8 @@ class Ways:
 
     def ours(self) -> None:
         self.step += 1
+        if not is_finite(self.state.model.values()):  # as a run looks before it saves
+            raise RuntimeError("the weights are not finite")
         self.saver.begin(self.step, self.state)
 
     def ours_waited(self) -> None:

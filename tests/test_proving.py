@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lockstep import rundir
+from lockstep import proving, rundir
+from lockstep.config.load import load, to_dict
 from lockstep.engine.checkpoint import MODEL
 from lockstep.errors import ExitCode
+from lockstep.rundir import RunDir
 from tests.conftest import Outcome
 from tests.gates.training import FEW_WORDS
 
@@ -63,6 +65,19 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     told = ("step", "eval", "epoch", "walk", "save")
     return [(event["kind"], event["step"], event.get("epoch")) for event in events if event["kind"] in told]
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled", "expected"),
+    [("auto", True, "on"), ("auto", False, "off"), ("auto", None, "auto"), ("off", True, "off")],
+)
+def test_a_proof_is_compiled_as_the_run_was(tmp_path: Path, asked: str, compiled: bool | None, expected: str) -> None:
+    """What `auto` had measured is not measured again."""
+    tree = to_dict(load("llama", preset="tiny", flags=[("model.compile", asked)]).config)
+    about = {"config": tree, "world": 1, "threads": 0, "compiled": compiled}
+    task = proving.Task(RunDir(tmp_path), tmp_path / "step_00000002", 2, None, 0, about)
+    written = json.loads(proving.write_settings(task, tmp_path).read_text())
+    assert written["model"]["compile"] == expected
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,6 @@ def sizes(loaded: Loaded) -> str:
     if precision.startswith("fp8") and not on_gpu:
         hint = "--precision bf16, or --device cuda to plan for one"
         raise ConfigError(f"training.precision: {precision}: {NO_FLOAT8}", hint=hint)
-    compiled = {"on": True, "off": False, "auto": on_gpu and not config.debug.enabled}[config.model.compile]
     is_auto = isinstance(training.batch_size, AutoRows)
     memory = shapes.memory_bytes(
         shape,
@@ -208,7 +207,7 @@ def sizes(loaded: Loaded) -> str:
         context_length=training.context_length,
         dtype_name=precision,
         checkpointing=config.system.gradient_checkpointing,
-        compiled=compiled,
+        compiled=config.model.compiles(on_gpu=on_gpu, debug=config.debug.enabled),
         optimizer_states=training.optimizer_states,
         lora=shapes.Lora.of(config.model),
     )

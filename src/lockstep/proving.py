@@ -241,6 +241,8 @@ def write_settings(task: Task, scratch: Path) -> Path:
         tree["report"]["sample_prompt"] = ""
     if system["mode"] == "replicas":  # each of them is the whole run
         system |= {"mode": "ddp", "deterministic": True}
+    if tree["model"].get("compile") == "auto" and isinstance(compiled := about.get("compiled"), bool):
+        tree["model"]["compile"] = "on" if compiled else "off"  # as was measured then
     world, on_cpu = int(about["world"]), bool(about["threads"])
     if on_cpu:
         system |= {"device": "cpu", "threads": int(about["threads"])}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep import replaying, rundir
+from lockstep.config.load import from_dict
 from lockstep.engine import bundle, inference
 from lockstep.engine import replay as engine
 from lockstep.engine.replay import NEXT, replay
@@ -176,6 +177,28 @@ def test_a_step_in_float8_is_replayed_where_there_is_none(copy: Path) -> None:
     rewritten(copy, lambda about: about.update(weights_digest="0"))
     with pytest.raises(DataError, match="not the weights before the step"):
         replay(copy, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled", "card", "expected"),
+    [("auto", True, "", "on"), ("auto", False, "", "off"), ("auto", None, "", "auto"), ("on", False, "", "on"),
+     ("auto", False, "NVIDIA other", "auto")],
+)  # fmt: skip
+def test_a_step_is_compiled_again_as_auto_had_found(
+    copy: Path, asked: str, compiled: bool | None, card: str, expected: str
+) -> None:
+    """Measured there and then; what was asked for by name is asked for again, and other cards choose for themselves."""
+
+    def change(about: dict[str, Any]) -> None:
+        about["config"]["model"]["compile"], about["compiled"] = asked, compiled
+        about["device_name"] = card or about["device_name"]
+
+    read = bundle.read(rewritten(copy, change))
+    for other in (engine.AS_IT_WAS, engine.FP32):
+        changes = engine._model_changes(read, from_dict(read.about["config"]), torch.device("cpu"), other)
+        assert changes.get("compile", asked) == expected
+    changes = engine._model_changes(read, from_dict(read.about["config"]), torch.device("cpu"), engine.NO_COMPILE)
+    assert changes["compile"] == "off"
 
 
 def test_another_kind_of_device_accuses_no_hardware(copy: Path) -> None:

@@ -13,7 +13,7 @@ from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
 from lockstep.models.agent import Agent, Attention
 from lockstep.models.agent_shapes import AgentShape
-from lockstep.models.build import build, compile_blocks
+from lockstep.models.build import Choices, build, compile_blocks
 from lockstep.models.initialise import fill, initialise
 from lockstep.models.options import AgentOptions
 from lockstep.models.shapes import memory_bytes, resolve
@@ -220,7 +220,7 @@ def test_who_asks_for_a_kernel_hears_what_runs(dropout: float, said: bool) -> No
     built = build(
         options, resolve(options, context_length=80), device=torch.device("cpu"), dtype_name="fp32", seed=1,
         checkpointing=False, deterministic=False, debug=False,
-        choose=lambda *_, **__: ("flex", "attention: flex, as asked"),
+        choose=Choices(attention=lambda *_, **__: ("flex", "attention: flex, as asked")),
     )  # fmt: skip
     notice = "attention: flex, as asked; native_math in training, for model.attention_dropout"
     assert (notice in built.notices) == said

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.check import errand as errands
 from lockstep.check.errand import Errand
 from lockstep.check.records import Workload
-from lockstep.check.training import Ready, forget_compiled, make_ready, plan_faults
+from lockstep.check.training import Ready, make_ready, plan_faults
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.health.locate import blocks_of, called_by, eagerly, own_call, sequence_number, without_anomaly_warning
 from lockstep.health.prints import digests
@@ -37,6 +37,7 @@ from lockstep.health.watch import (
     tensors_in,
     written_by,
 )
+from lockstep.models.build import forget_compiled
 from lockstep.runtime import determinism, hardware
 
 SHOWN = 5

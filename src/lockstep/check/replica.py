@@ -20,12 +20,13 @@ from lockstep.check import errand as errands
 from lockstep.check import probes
 from lockstep.check.errand import Errand
 from lockstep.check.records import Workload
-from lockstep.check.training import Named, NotFinite, Training, forget_compiled
+from lockstep.check.training import Named, NotFinite, Training
 from lockstep.check.workloads import prepare_all
 from lockstep.engine.build import versions
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.health import records
 from lockstep.health.records import Stamp
+from lockstep.models.build import forget_compiled
 from lockstep.runtime import determinism, hardware
 
 ERROR_CHARACTERS = 300

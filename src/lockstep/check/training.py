@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -197,13 +196,6 @@ def steps_of(workload: Workload, errand: Errand) -> int:
 def plan_faults(workload: Workload, errand: Errand) -> faults.Plan:
     """Faults on purpose, of this card and workload."""
     return faults.plan(rank=errand.card.index, workload=workload.name)
-
-
-def forget_compiled() -> None:
-    """What the compiler has learnt of other workloads: sizes that it takes for variable, kernels that it keeps."""
-    if "torch._dynamo" in sys.modules:  # it takes seconds to load, and has learnt nothing before
-        torch.compiler.reset()
-        torch.compiler.set_stance("default")  # masked diffusion leaves another
 
 
 def write_dump(errand: Errand, dump: Dump, tensor: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,12 @@ from lockstep.engine import (
     adapters,
     agent_files,
     checkpoint,
+    compile_choice,
     epoch_files,
     epochs,
     feed,
     histories,
+    kernel_choice,
     legacy,
     micro_batch,
     replicas,
@@ -37,7 +40,6 @@ from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.choices import speaking, with_mask
 from lockstep.engine.council import Council
 from lockstep.engine.feed import Feed
-from lockstep.engine.kernel_choice import Chooser
 from lockstep.engine.options import AutoRows
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared, check_same, prepare
@@ -48,8 +50,7 @@ from lockstep.engine.step import Stepper
 from lockstep.errors import ConfigError, DataError
 from lockstep.health.finite import GradientWatch
 from lockstep.models import shapes
-from lockstep.models.attention import resolve
-from lockstep.models.build import Built, Choose
+from lockstep.models.build import BY_RULE, Built, Choices
 from lockstep.models.build import build as build_model
 from lockstep.models.shapes import AnyShape
 from lockstep.rundir import RunDir
@@ -186,7 +187,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     for notice in notices if everyone.rank == 0 else ():
         logger.warning("%s", notice)
     plan = replace(plan, config=counted)
-    stepper, built = make_stepper(plan, group, link, choose=Chooser(plan, everyone, resume.about_of(point), about))
+    stepper, built = make_stepper(plan, group, link, choose=by_clock(plan, everyone, resume.about_of(point), about))
     about |= adapters.about_base(stepper.model) | kernels(plan, built)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
     cut = partial(cut_batches, plan, prepared, group, progress.step)
@@ -251,7 +252,7 @@ def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper) ->
 
 
 def make_stepper(
-    plan: Plan, group: Group, link: Marks, *, planned_faults: faults.Plan | None = None, choose: Choose = resolve
+    plan: Plan, group: Group, link: Marks, *, planned_faults: faults.Plan | None = None, choose: Choices = BY_RULE
 ) -> tuple[Stepper, Built]:
     """The model and all that a step needs, with whoever exchanges gradients in this mode."""
     config, place = plan.config, env.detect()
@@ -283,7 +284,13 @@ def make_stepper(
     return stepper, built
 
 
-def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None, choose: Choose = resolve) -> Built:
+def by_clock(plan: Plan, group: Group, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Choices:
+    """What `auto` leaves open, decided as in the checkpoint to go on from, or by measurement."""
+    known = (plan, group, saved, about)
+    return Choices(attention=kernel_choice.Chooser(*known), compiled=compile_choice.Chooser(*known))
+
+
+def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None, choose: Choices = BY_RULE) -> Built:
     """The model on its device. Compiled blocks skip hooks, so hooks mean no compiling."""
     config = plan.config
     return build_model(

@@ -89,6 +89,7 @@ def _describe(parts: Parts, bad: BadStep, finding: Finding) -> dict[str, Any]:
         "weights_digest": "" if any(map(is_sharded, stepper.model.parameters())) else digest_model(own),
         **{key: parts.about[key] for key in (BASE,) if key in parts.about},  # of frozen weights, which are not kept
         "attention": parts.about.get("attention", ""),
+        "compiled": parts.about.get("compiled"),
         "optimizer_digest": digest_model(moments),
         "batches": [{"weights": dict(each.weights), "rows": each.rows, "tokens": each.tokens} for each in bad.batches],
         "finding": finding.as_json(),

@@ -7,7 +7,6 @@ What the ranks have seen they tell each other, and all draw the same conclusion 
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -246,9 +245,7 @@ class Attempts:
         if self.at.built.compiled and self._last not in (0, rows):
             torch.compiler.reset()
         if self.at.plan.device.type == "cuda":
-            gc.collect()  # an error may hold what it stood in
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.at.plan.device)
+            hardware.let_go(self.at.plan.device)
 
 
 def _deciding(at: Place, *, rows: int, cards: Sequence[str]) -> dict[str, Any]:

@@ -179,8 +179,11 @@ def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change
     changes: dict[str, Any] = {} if adapters.has_additions(config) else {"init": "random"}
     if read.about["device"] != device.type:
         changes |= {"attention_backend": "auto", "compile": "auto"}
-    elif read.about["device_name"] == device_name(device) and "precision" not in change.training:
-        changes["attention_backend"] = read.about.get("attention") or config.model.attention_backend  # auto may measure
+    elif read.about["device_name"] == device_name(device):  # auto may have measured
+        if "precision" not in change.training:
+            changes["attention_backend"] = read.about.get("attention") or config.model.attention_backend
+        if config.model.compile == "auto" and isinstance(compiled := read.about.get("compiled"), bool):
+            changes["compile"] = "on" if compiled else "off"
     return {**changes, **change.model}
 
 

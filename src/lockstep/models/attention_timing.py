@@ -5,7 +5,6 @@ Shapes: B rows, L tokens, H query heads, K key/value heads, E head width.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,8 +12,8 @@ import torch
 
 from lockstep.models.attention import HALF, attend
 from lockstep.models.shapes import AgentShape, AnyShape, LlamaShape
+from lockstep.runtime import gpu_clock
 
-WARM_UP, TIMED = 3, 7  # passes
 AHEAD = 1.05  # how much faster than the one before it a kernel must be: else the next start might choose the other
 
 
@@ -53,17 +52,12 @@ def milliseconds(kernel: str, layer: Layer, device: torch.device) -> float:
 
     q_BHLE, k_BKLE, v_BKLE = (random(heads).requires_grad_() for heads in (layer.heads, layer.kv_heads, layer.kv_heads))
     back_BHLE = random(layer.heads)
-    taken: list[float] = []
-    for index in range(WARM_UP + TIMED):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+
+    def both_ways() -> None:
         out_BHLE = attend(q_BHLE, k_BKLE, v_BKLE, backend=kernel, causal=layer.causal)
         torch.autograd.grad(out_BHLE, (q_BHLE, k_BKLE, v_BKLE), back_BHLE)
-        ended.record()
-        ended.synchronize()
-        if index >= WARM_UP:
-            taken.append(began.elapsed_time(ended))
-    return statistics.median(taken)
+
+    return gpu_clock.milliseconds(both_ways)
 
 
 def fastest(times: Mapping[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,25 @@ from lockstep.models.shapes import DOCUMENTED_WEIGHTS, AgentShape, AnyShape, Enc
 from lockstep.runtime import hub, precision
 
 Model = Llama | Encoder | Agent
-Choose = Callable[..., tuple[str, str]]  # as attention.resolve
 VARIANTS = 32
 NAMING_CALLS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")  # by sdpa_kernel
 PRECISIONS = set[str]()  # of the compiled models of this process
+
+
+def compiles(options: ModelOptions, *, device_type: str, debug: bool, **_: Any) -> tuple[bool, str]:
+    """(whether blocks are compiled, nothing to say of it)."""
+    return options.compiles(on_gpu=device_type == "cuda", debug=debug), ""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Who decides what `auto` leaves open, each with a line that says so: it may know more than what is told here."""
+
+    attention: Callable[..., tuple[str, str]] = attention.resolve
+    compiled: Callable[..., tuple[bool, str]] = compiles
+
+
+BY_RULE = Choices()
 
 
 @dataclass(frozen=True)
@@ -47,39 +63,38 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     documents_apart: bool = False,
     token: str | None = None,
     shard: Callable[[nn.Module], None] | None = None,
-    choose: Choose = attention.resolve,
+    choose: Choices = BY_RULE,
 ) -> Built:
     """The model that `options` describe: laid out without memory, compiled block by block, given memory, filled.
 
     `shard` cuts it before it gets any memory: a rank never holds more than its part. `choose` finds the attention
-    kernel, of whoever knows more than what is asked for here.
+    kernel, and whether it is compiled.
     """
     drops = isinstance(shape, AgentShape) and shape.attention_dropout > 0
-    kernel, attention_notice = choose(
+    run = {"device_type": device.type, "deterministic": deterministic, "documents_apart": documents_apart}
+    kernel, attention_notice = choose.attention(
         options.attention_backend,
         use_flash=options.use_flash_attention,
-        device_type=device.type,
         dtype_name=precision.without_float8(dtype_name),
-        deterministic=deterministic,
         head_dim=shape.head_dim,
-        documents_apart=documents_apart,
         windowed=isinstance(shape, EncoderShape) and any(shape.window(layer) for layer in range(shape.num_layers)),
         drops=drops,
+        **run,
     )
     if kernel in attention.NO_DROPOUT and drops:
         attention_notice += "; native_math in training, for model.attention_dropout"
-    with torch.device("meta"):
-        model = lay_out(shape, attention=kernel, dropout=options.dropout, checkpointing=checkpointing)
-    if dtype_name == "fp64":
-        model.double()
-    notices = shape.notices()
-    compiled = options.compile == "on" or (options.compile == "auto" and device.type == "cuda" and not debug)
-    if dtype_name in precision.FLOAT8:
-        slow = "" if compiled else "; slow, because nothing is compiled"
-        notices += (float8.convert(model, dtype_name) + slow,)
-    added = lora.wanted(options)
-    if added and isinstance(model, Llama):
-        lora.attach(model, added, dtype_name=precision.without_float8(dtype_name))
+    compiled, compile_notice = choose.compiled(
+        options,
+        debug=debug,
+        dtype_name=dtype_name,
+        attention=kernel,
+        checkpointing=checkpointing,
+        sharded=shard is not None,
+        **run,
+    )
+    model, float8_notice = blank(options, shape, attention=kernel, dtype_name=dtype_name, checkpointing=checkpointing)
+    if float8_notice and not compiled:
+        float8_notice += "; slow, because nothing is compiled"
     if compiled:
         keep_traces(dtype_name)
         compile_blocks(model, sharded=shard is not None)
@@ -88,12 +103,28 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     give_memory(model, device, sharded=shard is not None)
     model.rebuild_buffers()
     weights_notice = _fill(model, options, seed=seed, token=token)
-    if added:
+    if added := lora.wanted(options):
         lora.initialise_additions(model, seed=seed)
         weights_notice += f", frozen; additions of rank {added.lora_rank} learn"
         if options.init == "random":
             weights_notice += ": to nothing that is known yet (model.init=pretrained)"
-    return Built(model, (*notices, weights_notice, attention_notice), kernel, compiled)
+    notices = (*shape.notices(), float8_notice, weights_notice, attention_notice, compile_notice)
+    return Built(model, tuple(filter(None, notices)), kernel, compiled)
+
+
+def blank(
+    options: ModelOptions, shape: AnyShape, *, attention: str, dtype_name: str, checkpointing: bool
+) -> tuple[Model, str]:
+    """A model that has no memory yet, with the layers that its precision and its additions ask for; words on float8."""
+    with torch.device("meta"):
+        model = lay_out(shape, attention=attention, dropout=options.dropout, checkpointing=checkpointing)
+    if dtype_name == "fp64":
+        model.double()
+    notice = float8.convert(model, dtype_name) if dtype_name in precision.FLOAT8 else ""
+    added = lora.wanted(options)
+    if added and isinstance(model, Llama):
+        lora.attach(model, added, dtype_name=precision.without_float8(dtype_name))
+    return model, notice
 
 
 def give_memory(model: nn.Module, device: torch.device, *, sharded: bool) -> None:
@@ -141,6 +172,13 @@ def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
         model.norm.compile(fullgraph=True, **how)  # between the last block and the head: one kernel instead of six
     if isinstance(model, Agent) and not sharded:
         model.tok_embed.compile(fullgraph=True, **how)  # narrow blocks take no longer than eager look-ups before them
+
+
+def forget_compiled() -> None:
+    """What the compiler has learnt in this process: sizes that it takes for variable, kernels that it keeps."""
+    if "torch._dynamo" in sys.modules:  # it takes seconds to load, and has learnt nothing before
+        torch.compiler.reset()
+        torch.compiler.set_stance("default")  # masked diffusion leaves another
 
 
 def lay_out(shape: AnyShape, *, attention: str, dropout: float = 0.0, checkpointing: bool = False) -> Model:

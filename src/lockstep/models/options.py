@@ -43,8 +43,15 @@ class ModelOptions(Section, frozen=True):
         True, "false: auto picks native_math, and naming a flash kernel is refused.", role="layout"
     )
     compile: Literal["auto", "on", "off"] = setting(
-        "auto", "torch.compile of each block; auto: on for CUDA outside debug.", role="layout"
+        "auto",
+        "torch.compile of each block; auto: on a GPU outside debug, unless a block is slower so, timed once on each "
+        "kind of GPU, where bits need not repeat. It says which.",
+        role="layout",
     )
+
+    def compiles(self, *, on_gpu: bool, debug: bool) -> bool:
+        """Whether blocks are compiled, as long as nothing was measured."""
+        return self.compile == "on" or (self.compile == "auto" and on_gpu and not debug)
 
 
 class DecoderOptions(ModelOptions, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import psutil
@@ -74,6 +75,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return memory_limits.resident_peak_bytes()
+
+
+def let_go(device: torch.device) -> None:
+    """Give back what trials have left, and forget their peak."""
+    gc.collect()  # an error may hold what it stood in
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def free_memory_bytes(device: torch.device) -> int:
