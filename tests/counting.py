@@ -1,4 +1,4 @@
-"""What something costs, in a figure that is the same on a loaded machine: how many functions it calls."""
+"""What something costs, in figures that are the same on a loaded machine: functions called, graphs compiled."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ def calls(action: Callable[[], object]) -> int:
     finally:
         gc.enable()
     return sum(entry.callcount for entry in profile.getstats())
+
+
+def graphs() -> int:
+    """Graphs that the compiler has made in this process; what it calls frames leaves out functions it takes whole."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]

@@ -15,6 +15,7 @@ from lockstep.models.build import Built, build
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import resolve
 from lockstep.runtime import determinism, precision
+from tests.counting import graphs
 from tests.float8_reference import SIZES, by_reference, check_products, computed, drawn, error, of_rounded
 from tests.gates.training import run
 
@@ -181,9 +182,9 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
         (loss, unrounded), (right, expected), (_, blurred) = (
             learnt(each, **size) for each in (plain, reference, other)
         )
-        frames = torch._dynamo.utils.counters["frames"]["total"]
+        before = graphs()
         found_loss, found = learnt(built, **size)
-        compiled = torch._dynamo.utils.counters["frames"]["total"] - frames
+        compiled = graphs() - before
         assert compiled if number == 0 else not compiled or "length" in size, "not compiled, or again"
         away, ours_away = (error(all_of(each), all_of(unrounded)) for each in (expected, found))
         apart = {name: error(blurred[name], each) for name, each in expected.items() if each.any()}
