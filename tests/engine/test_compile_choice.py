@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.config.load import load, to_dict
-from lockstep.engine import compile_choice, fitting
+from lockstep.engine import compile_choice, fitting, shortage
 from lockstep.engine.build import Plan, make_objective
 from lockstep.engine.compile_choice import SLOWER, Chooser
+from lockstep.engine.train import as_found
+from lockstep.errors import Stopped
 from lockstep.models import block_timing, build, shapes
 from lockstep.models.block_timing import BlockWork
 from lockstep.models.build import compile_blocks
-from lockstep.runtime import gpu_clock, hardware, measured
+from lockstep.rundir import RunDir
+from lockstep.runtime import env, gpu_clock, hardware, measured, signals
 from lockstep.runtime.group import Group
 from tests.gates.training import flags, run
 
@@ -70,6 +76,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpu:
     return pretend
 
 
+def planned(settings: dict[str, Any], family: str = "llama") -> Plan:
+    usual = {"training.precision": "bf16", "training.batch_size": 8, "data.num_workers": 0}
+    preset = {"llama": "production"}.get(family, "tiny")
+    config = load(family, preset=preset, flags=flags({**usual, **settings})).config
+    shape = shapes.resolve(config.model, context_length=config.training.context_length)
+    return Plan(config, torch.device("cuda"), shape, make_objective(config), "")
+
+
 def choose(
     saved: dict[str, Any] | None = None,
     *,
@@ -79,11 +93,8 @@ def choose(
     hooks: bool = False,
     **settings: Any,
 ) -> tuple[bool, str]:
-    usual = {"training.precision": "bf16", "training.batch_size": 8, "data.num_workers": 0}
-    preset = {"llama": "production"}.get(family, "tiny")
-    config = load(family, preset=preset, flags=flags({**usual, **settings})).config
-    shape = shapes.resolve(config.model, context_length=config.training.context_length)
-    plan = Plan(config, torch.device("cuda"), shape, make_objective(config), "")
+    plan = planned(settings, family)
+    config = plan.config
     about = {"device_name": CARD, "config": to_dict(config), "versions": {"torch": "2.13.0"}}
     known = {
         "device_type": "cuda", "debug": config.debug.enabled, "deterministic": bool(config.system.deterministic),
@@ -159,7 +170,8 @@ def test_a_timing_that_fails_ends_nothing(
 ) -> None:
     gpu.times = dict(SLOW)
     gpu.failing = dict.fromkeys(failing, error)
-    assert choose() == (True, ""), "as without a clock"
+    told = f"compile: off (auto; a block takes {SLOW[False]:.3g} ms, and could not be compiled; measured now)"
+    assert choose() == ((False, told) if failing == {True} else (True, "")), "else as without a clock"
     assert len(caplog.messages) == len(failing)
     said = (str(error).splitlines() or ["TypeError"])[0]
     assert all(text.startswith("compile: ") and text.endswith(f"was not timed: {said}") for text in caplog.messages)
@@ -196,8 +208,42 @@ def test_an_agent_whose_step_may_be_one_graph_is_compiled(gpu: Gpu) -> None:
 
 
 def saved_by(compiled: Any, **about: Any) -> dict[str, Any]:
-    config = {"system": {"deterministic": False}, "debug": {"enabled": False}}
+    config = {"system": {"deterministic": False}, "debug": {"enabled": False}, "training": {"precision": "bf16"}}
     return {"device_name": CARD, "compiled": compiled, "config": config, **about}
+
+
+def signalled(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return torch.add
+
+
+def compiling() -> Any:
+    return torch.compile(torch.square, backend=signalled)(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler has its own
+@pytest.mark.parametrize("when", [signalled, compiling])
+def test_who_is_asked_to_stop_while_it_measures_stops(
+    gpu: Gpu, when: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also inside the compiler, which takes every error for its own."""
+    monkeypatch.setattr(block_timing, "milliseconds", lambda *_, **__: when())
+    with signals.listening(), pytest.raises(Stopped, match="SIGTERM"):
+        choose()
+    assert not (tmp_path / "lockstep").exists(), "nothing was kept"
+
+
+def test_what_is_said_of_memory_is_of_what_runs(gpu: Gpu, tmp_path: Path) -> None:
+    """Should there be too little of it in a step: as was found, and not as `auto` is by rule."""
+    plan = planned({"model.num_layers": 1})
+    needs = {
+        compiled: fitting.memory_estimate(plan.config, plan.shape, compiled=compiled) for compiled in (True, False)
+    }
+    assert needs[False].total > needs[True].total, "control"
+    for compiled, need in needs.items():
+        assembled: Any = SimpleNamespace(built=SimpleNamespace(compiled=compiled))
+        found = as_found(RunDir(tmp_path), plan, assembled, first=True)
+        assert shortage.work_of(found, env.detect()).need() == need
 
 
 def test_a_run_that_goes_on_stays_as_it_was(gpu: Gpu) -> None:
@@ -207,15 +253,17 @@ def test_a_run_that_goes_on_stays_as_it_was(gpu: Gpu) -> None:
     assert choose(saved_by(False)) == (False, "compile: off (auto; as in the checkpoint)"), "it did fit"
     assert gpu.timed == []
     gpu.free = 140 << 30
-    watched = {"system": {"deterministic": False}, "debug": {"enabled": True}}
-    repeated = {"system": {"deterministic": True}, "debug": {"enabled": False}}
+    usual = saved_by(False)["config"]
+    watched, repeated = usual | {"debug": {"enabled": True}}, usual | {"system": {"deterministic": True}}
+    finer = usual | {"training": {"precision": "fp16"}}
     gpu.times = dict(FAST)
     for other in (
         saved_by(False, device_name="another"), saved_by(None), saved_by("no"), saved_by(False, config=watched),
-        saved_by(False, config=repeated), {},
+        saved_by(False, config=repeated), saved_by(False, config=finer), {},
     ):  # fmt: skip
         assert choose(other)[0], "measured"
     assert choose(saved_by(False), **{"model.compile": "on"}) == (True, ""), "what is named is done"
+    assert choose(saved_by(False), **{"training.precision": "fp8"}) == (True, ""), "float8 is slow without"
     then = saved_by(False, config=repeated)
     assert choose(then, **{"system.deterministic": True})[0] is False, "its bits are to stay what they were"
 

@@ -101,6 +101,26 @@ def test_losing_a_peer_after_a_stop_is_a_stop(
     assert lockstep(*TINY, "--name", "a").code == code
 
 
+@pytest.mark.parametrize(("heard", "code"), [(True, 143), (False, 1)])
+def test_a_stop_that_a_compiler_takes_for_its_own_error_is_a_stop(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch, heard: bool, code: int
+) -> None:
+    """The first step compiles for a while, and the run is not patient yet."""
+
+    def compile_it(*_: object) -> None:
+        try:
+            if heard:
+                signal.raise_signal(signal.SIGTERM)
+            raise OSError("no ptxas")
+        except Exception:
+            raise RuntimeError("backend='inductor' raised:") from None
+
+    monkeypatch.setattr(train, "rehearse", compile_it)
+    ended = lockstep(*TINY, "--name", "a")
+    assert ended.code == code, ended.text
+    assert (in_dir / "runs/a/failure.json").exists() is not heard
+
+
 @pytest.mark.parametrize("code", [0, None])
 def test_leaving_training_with_code_0_is_no_success(
     in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch, code: int | None

@@ -36,7 +36,9 @@ def test_a_round_trip(file: Path) -> None:
     [
         "", "{", "[]", "null", "3", '{"format": 1}', '{"format": 2, "entries": {}}', '{"format": 1, "entries": []}',
         '{"format": 1, "entries": {"KEY": 3}}', '{"format": 1, "entries": {"KEY": {"rows": 3}}}', "[" * 5000,
-        "\x00\xff",
+        "\x00\xff", '{"format": 1, "entries": {"KEY": {"rows": NaN, "day": "2026-11-16"}}}',
+        '{"format": 1, "entries": {"other": {"rows": -Infinity, "day": "2026-11-16"}}}',
+        '{"format": 1, "entries": {"other": {"rows": 3, "day": "\\ud800"}}}',
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_as_good_as_none(file: Path, content: str) -> None:
@@ -56,6 +58,13 @@ def test_where_nothing_can_be_kept(file: Path, monkeypatch: pytest.MonkeyPatch) 
     file.parent.write_text("no folder")
     measured.keep(CARD, {"rows": 8})
     assert measured.known(CARD) is None
+    file.parent.unlink()
+    with monkeypatch.context() as without:
+        without.setattr(measured, "FileLock", lambda *_, **__: (_ for _ in ()).throw(NotImplementedError("no flock")))
+        measured.keep(CARD, {"rows": 8})
+    assert measured.known(CARD) is None
+    file.parent.rmdir()
+    file.parent.write_text("no folder")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError("no home")))
     measured.keep(CARD, {"rows": 8})

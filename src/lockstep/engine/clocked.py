@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.runtime import hardware, measured
+from lockstep.runtime import hardware, measured, signals
 
 if TYPE_CHECKING:
     from lockstep.engine.build import Plan
@@ -76,8 +76,11 @@ def _milliseconds(what: str, name: str, clock: Callable[[str], float]) -> float:
     """Infinitely many where it fails at this shape, or for want of memory: to measure is no reason not to train."""
     try:
         return clock(name)
-    except Exception as error:  # a compiler has errors of many kinds
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # a compiler has errors of many kinds, and makes one of a signal too
+        if asked := signals.behind(error):
+            raise asked from None
+        cause = getattr(error, "inner_exception", error)  # the compiler's own says first that it is one
+        said = (str(cause).splitlines() or [type(cause).__name__])[0]
         logger.warning("%s: %s was not timed: %s", what, name, said[:200])
         return math.inf
 

@@ -20,6 +20,7 @@ from lockstep.models.shapes import AgentShape
 from lockstep.runtime import env, precision
 
 COMPILED, PLAIN = WAYS = ("compiled", "plain")
+ASKED_ALIKE = ("system.deterministic", "debug.enabled", "training.precision")  # float8 is not left as bf16 had it
 SLOWER = 1.02  # times what it takes as it is: so much a compiled block may, which needs less memory
 
 
@@ -39,7 +40,7 @@ class Chooser(Clocked):
         usual = build.compiles(options, **facts)
         if options.compile != "auto" or not usual[0]:
             return usual
-        if isinstance(before := self.before("compiled", "system.deterministic", "debug.enabled"), bool):
+        if isinstance(before := self.before("compiled", *ASKED_ALIKE), bool):
             return before, f"compile: {'on' if before else 'off'} (auto; as in the checkpoint)"
         if facts["deterministic"] or facts["dtype_name"] in precision.FLOAT8 or self._may_be_recorded():
             return usual
@@ -51,11 +52,13 @@ class Chooser(Clocked):
             block=work.deciding(),
         )
         compiled, plain = (times[way] for way in WAYS)
+        slower = compiled > SLOWER * plain
+        if slower and self._fits_without():
+            beside = f"{compiled:.3g} compiled" if math.isfinite(compiled) else "and could not be compiled"
+            return False, f"compile: off (auto; a block takes {plain:.3g} ms, {beside}; measured {day})"
         if not math.isfinite(compiled + plain):
             return usual
-        if compiled > SLOWER * plain and self._fits_without():
-            return False, f"compile: off (auto; a block takes {plain:.3g} ms, {compiled:.3g} compiled; measured {day})"
-        why = ", for which there is too little memory" if compiled > SLOWER * plain else ""
+        why = ", for which there is too little memory" if slower else ""
         return True, f"compile: on (auto; a block takes {compiled:.3g} ms, {plain:.3g} as it is{why}; measured {day})"
 
     def _may_be_recorded(self) -> bool:

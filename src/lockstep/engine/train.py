@@ -179,8 +179,8 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
         except BaseException as error:
             stop.patient = True  # what is left to do is quick, or worth waiting for
             explained = endings.explain(error, planned, run=run, place=around.place)
-            if stop and is_lost_peer(error) and not isinstance(error, LockstepError):
-                explained = stop.error()  # the others were asked too, and have left
+            if stop and not isinstance(error, LockstepError) and (is_lost_peer(error) or signals.behind(error)):
+                explained = stop.error()  # the others were asked too, and have left; or the compiler was at work
             if parts and parts.progress.step:
                 endings.point_to_resuming(explained, run)
             explained.run = run.root  # pyright: ignore[reportAttributeAccessIssue] - where a crash report belongs
@@ -194,7 +194,11 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
 
 
 def as_found(run: RunDir, planned: Plan, assembled: Assembled, *, first: bool) -> Plan:
-    """The plan with the micro-batches that were found, if they were to be; those of a run that begins are noted."""
+    """The plan as it turned out: compiled or not, which costs memory; and with the micro-batches that were found, if
+    they were to be; those of a run that begins are noted.
+    """
+    model = planned.config.model.model_copy(update={"compile": "on" if assembled.built.compiled else "off"})
+    planned = replace(planned, config=planned.config.model_copy(update={"model": model}))
     if planned.auto_rows is None:
         return planned
     found = assembled.parts.config.training

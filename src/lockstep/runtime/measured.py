@@ -66,7 +66,7 @@ def keep(deciding: Mapping[str, Any], found: Entry) -> None:
             entries[key(deciding)] = {**found, "day": today(), "of": dict(deciding)}
             kept = dict(list(entries.items())[-MOST_ENTRIES:])
             rundir.write_json(path, {"format": FORMAT, "entries": kept})
-    except (OSError, Timeout) as error:
+    except (OSError, Timeout, NotImplementedError) as error:  # the last: of older locks where a disk has none
         logger.debug("Not kept for the next start: %s: %s", path, error)
 
 
@@ -75,6 +75,7 @@ def _read(path: Path) -> dict[str, Entry]:
     try:
         document = rundir.read_json(path)
         entries = document["entries"].items() if document["format"] == FORMAT else ()
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # what could not be written was not by us
         return {name: entry for name, entry in entries if isinstance(entry, dict) and isinstance(entry.get("day"), str)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

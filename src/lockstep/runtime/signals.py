@@ -49,6 +49,14 @@ class StopRequest:
             raise self.error()
 
 
+def behind(error: BaseException) -> Stopped | None:
+    """The request to stop that an error came of, if it did: it is raised wherever the process is, and some wrap it."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, Stopped):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
 @contextlib.contextmanager
 def listening() -> Iterator[StopRequest]:
     """A StopRequest that hears the process's signals until the block ends (main thread only)."""
