@@ -241,3 +241,30 @@ def test_whichever_shows_a_tensor_first(
     found = comparing.first_tensor(told, told, [4])
     assert found
     assert (found.step, found.text) == first
+
+
+def test_lines_fit_80_columns_and_lose_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = ["bitwise, also on other numbers of workers, with the kernels named above" + end for end in ("", " only")]
+    name, ours, theirs = f"weights model.{'layers.' * 12}weight", "0x1.0000000000000p+1", "0x1.0000000000001p+1"
+    tensor = f"12 of 24 tensors differ, first {name}, 5 of 1,234 elements, the first at 1,111: {ours} | {theirs}"
+    found = comparing.Comparison(
+        a=f"runs/{'a long name ' * 10}", b="runs/b", environment=[comparing.Pair("threads", 1, 7)], data=None,
+        configuration={"identity": [comparing.Pair("data.data_path", "x" * 50, None)], "layout": [], "cosmetic": []},
+        determinism=comparing.Pair("label", *labels), label="", steps=(123_456, 3), compared_steps=3,
+        first_step={"step": 3, "what": "grad_norm", "one": ours, "other": theirs},
+        first_tensor=comparing.FirstTensor(3, tensor),
+    )  # fmt: skip
+    monkeypatch.setattr(comparing, "read", lambda root: root)
+    monkeypatch.setattr(comparing, "compare", lambda *_: found)
+    assert comparing.diff(tmp_path, tmp_path) == ExitCode.FAILED
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert lines[0] == f"A  {found.a}", "a path is never broken"
+    assert [line for line in lines[1:] if len(line) > 80 and name.split()[1] not in line] == []
+    assert section(shown, "identity") == [f'data.data_path: "{"x" * 50}" | null']
+    assert section(shown, "determinism") == ["label", *(f'{side}  "{labels[0][:56]}...' for side in "AB")]
+    together = f"first difference at step 3: grad_norm {ours} | {theirs} (A has 123456, B has 3)"
+    assert " ".join(section(shown, "steps")) == together
+    assert " ".join(section(shown, "tensors")) == f"after step 3: {tensor}"

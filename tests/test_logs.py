@@ -42,14 +42,17 @@ def test_the_last_lines_of_one_worker(runs: Path) -> None:
     say_into(root, "n0-GPU2", "".join(f"line {at}\n" for at in range(100_000)) + "no end yet")
     assert shown(gpu=2, lines=2) == ["line 99998", "line 99999", "no end yet"]
     assert len(shown(gpu=2, lines=0)) == 100_001
-    assert shown(lines=1) == ["line 99999", "no end yet"], "one worker needs no label"
+    assert shown(lines=1) == ["line 99999", "no end yet"], "a log of its own says whose it is"
 
 
 def test_what_the_launcher_caught_comes_first(runs: Path) -> None:
     root = make(runs / "mine")
     say_into(root, "n0-GPU0", "the log\n")
     say_into(root, "n0-GPU0", "everything\n", "output.txt")
-    assert shown() == ["everything"]
+    assert shown() == ["[GPU0] everything"], "as on the screen, however many workers there are"
+    assert shown(gpu=0) == ["everything"]
+    say_into(root, "n0-GPU1", "more\n", "output.txt")
+    assert shown() == ["[GPU0] everything", "[GPU1] more"]
 
 
 def test_several_workers_are_merged_by_time_and_labelled(runs: Path) -> None:

@@ -18,6 +18,7 @@ from lockstep.config.load import load, to_dict
 from lockstep.engine.checkpoint import MODEL
 from lockstep.errors import ExitCode
 from lockstep.rundir import RunDir
+from lockstep.runtime import env
 from tests.conftest import Outcome
 from tests.gates.training import FEW_WORDS
 
@@ -109,8 +110,11 @@ def test_steps_made_again_have_the_same_bits_and_are_told_once(family: str, in_d
     assert lockstep("resume", "run", "--prove").code == 0, "also of a run that was interrupted"
 
 
-def test_from_the_beginning_and_to_a_checkpoint_that_is_named(in_dir: Path, lockstep: Cli) -> None:
-    """The schedule is that of the whole run, although the proof ends before."""
+def test_from_the_beginning_and_to_a_checkpoint_that_is_named(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule is that of the whole run, although the proof ends before. What is left of another ends nothing."""
+    monkeypatch.setenv(env.UNTIL, "1")
     run = train(lockstep, "run", "training.warmup_steps=3")
     first = lockstep("resume", str(run / "checkpoints" / "step_00000002"), "--prove")
     assert first.code == 0, first.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_format
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ExitCode
 from lockstep.guard import say
+from lockstep.report.logs import COLUMNS
 from lockstep.rundir import MANIFEST, RunDir, read_json
 from lockstep.runtime.scrub import scrubber
 
@@ -39,6 +41,14 @@ class Pair:
         from lockstep.config.catalog import show_value
 
         return f"{self.key}: {show_value(self.a)} | {show_value(self.b)}"
+
+    def lines(self) -> list[str]:
+        """Under a heading; values that do not fit side by side stand one above the other."""
+        from lockstep.config.catalog import show_value
+
+        if len(line := f"  {self.text()}") <= COLUMNS:
+            return [line]
+        return [f"  {self.key}", f"    A  {show_value(self.a)}", f"    B  {show_value(self.b)}"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ def diff(one: Path, other: Path, *, json: bool = False) -> int:
         say(json_format.dumps({"equal": found.equal, **asdict(found)}, indent=1, default=str))
     else:
         scrub = scrubber()  # a run may come from anywhere
-        say(*(scrub(line) for line in lines(found)))
+        say(*(part for line in lines(found) for part in _folded(scrub(line))))
     return ExitCode.DONE if found.equal else ExitCode.FAILED
 
 
@@ -288,8 +298,15 @@ def lines(found: Comparison) -> list[str]:
     return [*told, "steps", *_step_lines(found), *_tensor_lines(found), _verdict(found)]
 
 
+def _folded(line: str) -> list[str]:
+    """What stands under a heading goes on in a line further in; the paths of the runs can be copied."""
+    if not line.startswith(" "):
+        return [line]
+    return textwrap.wrap(line, COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
 def _section(name: str, differences: Sequence[Pair]) -> list[str]:
-    return [name, *(f"  {pair.text()}" for pair in differences)] if differences else [f"{name}: equal"]
+    return [name, *(line for pair in differences for line in pair.lines())] if differences else [f"{name}: equal"]
 
 
 def _step_lines(found: Comparison) -> list[str]:

@@ -82,11 +82,10 @@ def prove(arguments: Namespace, settings: list[Setting]) -> int:
         words = ["train", family, "--config", str(settings_file)]
         asked = replace(Start.of(("lockstep",), words, arguments), told=_silent)
         say(*_heading(task))
-        with env.changed(env.UNTIL, str(task.last)):
+        again = RunDir(scratch / AGAIN)
+        with env.changed(env.UNTIL, f"{task.last}:{again.root}"):
             code = start(_loaded(family, settings_file), asked)
-        if code != ExitCode.DONE:
-            return code
-        return _tell(task, RunDir(scratch / AGAIN))
+        return code if code != ExitCode.DONE else _tell(task, again)
 
 
 # ------------------------------------------------------------------------------------------------ what is to be proven

@@ -16,7 +16,8 @@ from lockstep.rundir import MANIFEST, SPOILT, read_json
 from lockstep.runtime.scrub import scrubber
 
 SHOWN_RUNS = 20
-LOG_NAMES = ("output.txt", "log.txt")  # everything a worker printed, as the launcher caught it; else its own log
+CAUGHT = "output.txt"  # everything a worker printed, as the launcher caught it: the label was the launcher's
+LOG_NAMES = (CAUGHT, "log.txt")  # else its own log, whose lines say whose they are
 STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
 POLL_SECONDS = 0.2
 
@@ -114,19 +115,20 @@ class _Watched:
     def __init__(self, root: Path, gpu: int | None) -> None:
         self._root, self._gpu = root, gpu
         self._files: dict[str, Growing] = {}
-        self._label = False
+        self._labelled_ones = set[str]()  # workers before whose lines a label stands, as on the screen
         self._scrub = scrubber()  # a log may hold what a terminal would obey
 
     def look(self) -> bool:
         """Whether there is anything to read."""
         folders = worker_folders(self._root)
-        self._label = self._gpu is None and len(folders) > 1
         for folder in folders:
             if self._gpu is not None and folder.name.rpartition("-")[2] != f"GPU{self._gpu}":
                 continue
             path = next((folder / name for name in LOG_NAMES if (folder / name).is_file()), None)
             if path and folder.name not in self._files:
                 self._files[folder.name] = Growing(path)
+            if self._gpu is None and path and (len(folders) > 1 or path.name == CAUGHT):
+                self._labelled_ones.add(folder.name)
         return bool(self._files)
 
     def last(self, count: int) -> Iterator[str]:
@@ -154,7 +156,7 @@ class _Watched:
 
     def _labelled(self, name: str, line: str) -> str:
         text = self._scrub(line)
-        return f"[{name.removeprefix('n0-')}] {text}" if self._label else text
+        return f"[{name.removeprefix('n0-')}] {text}" if name in self._labelled_ones else text
 
 
 # ------------------------------------------------------------------------------------------------ words

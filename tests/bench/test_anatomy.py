@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -90,10 +91,14 @@ def test_who_launches_decides_only_where_the_name_does_not() -> None:
     assert found == {OPTIMIZER: 1.0, PRODUCTS: 1.0, COPIES: 1.0, ENTROPY: 1.0}
 
 
+NUMBERS = itertools.count(1)
+
+
 def event(name: str, us: float = 0.0, *, on_gpu: bool = False, note: bool = False, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(
         name=name, device_type=DeviceType.CUDA if on_gpu else DeviceType.CPU, is_user_annotation=note,
-        time_range=SimpleNamespace(elapsed_us=lambda: us), **{"kernels": [], "cpu_parent": None, **more},
+        time_range=SimpleNamespace(elapsed_us=lambda: us),
+        **{"kernels": [], "cpu_parent": None, "id": next(NUMBERS), **more},
     )  # fmt: skip
 
 
@@ -122,6 +127,23 @@ def test_a_kernel_that_several_ranges_name_is_counted_once() -> None:
     assert kernels([update, absent]) == []
     brief = event("aten::add", cpu_parent=update, kernels=[SimpleNamespace(name="brief", duration=0.0)])
     assert kernels([event("brief", 0.0, on_gpu=True), update, brief]) == [], "shorter than the profiler's clock"
+
+
+@pytest.mark.parametrize(("same", "note"), [(True, False), (False, True)])
+def test_a_kernel_that_two_ranges_name_leaves_the_others_of_its_name_alone(same: bool, note: bool) -> None:
+    """Two ranges of one number name one kernel, or the second is a mark whose shadow on the card is called so."""
+    update, one = event(UPDATE), [SimpleNamespace(name="triton_poi_fused_0", duration=30.0)]
+    region = event("Compiled Region", cpu_parent=update, kernels=one)
+    again = event(
+        "triton_poi_fused_0", note=note, cpu_parent=update, kernels=one, **({"id": region.id} if same else {})
+    )
+    ran = [event("triton_poi_fused_0", us, on_gpu=True) for us in (30.0, 40.0)]
+    found = kernels([*ran, update, region, again])
+    assert sorted(found) == [Piece("triton_poi_fused_0", "", 40.0), Piece("triton_poi_fused_0", OPTIMIZER, 30.0)]
+    twice = kernels([*ran, update, region, event("aten::mul", cpu_parent=update, kernels=one)])
+    assert twice == [Piece("triton_poi_fused_0", OPTIMIZER, 60.0), Piece("triton_poi_fused_0", "", 10.0)], (
+        "another launch"
+    )
 
 
 def test_the_cross_entropy_is_found_by_what_runs_it() -> None:

@@ -64,6 +64,16 @@ def test_a_table_says_what_how_much_and_how_old(tmp_path: Path) -> None:
     assert nothing == [f"No prepared dataset in {tmp_path / 'nowhere'}"]
 
 
+def test_the_files_it_was_made_from_are_named(tmp_path: Path) -> None:
+    open_or_build(KEY, [tmp_path], described({**META, "made_of": "a.txt, b\n.txt, c.jsonl and 1,234 more"}))
+    lines, _ = describe([tmp_path], verify=True)
+    assert lines[2:] == ["  from a.txt, b?.txt, c.jsonl and 1,234 more", f"  {tmp_path / KEY}  intact"]
+    other = tmp_path / "other"
+    open_or_build(KEY, [other], described({**META, "made_of": "long name " * 9}))
+    line = describe([other])[0][2]
+    assert (len(line), line[:12], line[-1]) == (80, "  from long ", "…")
+
+
 def test_every_byte_is_checked_when_asked(tmp_path: Path) -> None:
     folder, _ = open_or_build(KEY, [tmp_path], fill)
     lines, damaged = describe([tmp_path], verify=True)
@@ -101,7 +111,9 @@ def test_remains_are_shown_too(tmp_path: Path) -> None:
     assert describe([tmp_path], verify=True)[1] == 2
 
 
-@pytest.mark.parametrize("meta", [{"rows": 3, "tokens": [1]}, {"source": None, "stream": 7}, {"stream": {"head": 1}}])
+@pytest.mark.parametrize(
+    "meta", [{"rows": 3, "tokens": [1]}, {"source": None, "stream": 7}, {"stream": {"head": 1}, "made_of": 3}]
+)
 def test_a_strange_description_is_no_obstacle(tmp_path: Path, meta: dict[str, object]) -> None:
     open_or_build(KEY, [tmp_path], described(meta))
     assert len(describe([tmp_path])[0]) == 3

@@ -376,7 +376,7 @@ def test_another_workers_failure_is_not_called_a_lost_contact() -> None:
 def test_a_stop_says_how_to_go_on_and_a_proof_has_nothing_to(tmp_path: Path, proof: bool) -> None:
     """Its folder is gone when the user reads it."""
     stopped = Stopped("stopped by SIGTERM")
-    with env.changed(env.UNTIL, "9" if proof else ""):
+    with env.changed(env.UNTIL, f"9:{tmp_path if proof else 'another'}"):
         endings.point_to_resuming(stopped, RunDir(tmp_path))
     assert (f"resume {tmp_path}" in str(stopped)) is not proof
     assert (str(tmp_path) in str(stopped)) is not proof

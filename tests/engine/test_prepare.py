@@ -51,7 +51,7 @@ def test_rows_hold_the_documents_and_nothing_else(stories: Path) -> None:
         seen[name] = [made.tokenizer.decode(ids[left:right]) for left, right in zip(starts, ends, strict=False)]
         assert set(seen[name]) <= texts
     meta = json.loads((made.folder / "meta.json").read_text(encoding="utf-8"))
-    assert meta["documents"] == {"train": 48, "validation": 12}
+    assert (meta["documents"], meta["made_of"]) == ({"train": 48, "validation": 12}, "stories.jsonl")
     for name in seen:  # only the tail that fills no row is missing
         assert 0 <= meta["tokens"][name] - len(stream(getattr(made, name))) <= 32
     assert not set(seen["train"]) & set(seen["validation"])

@@ -22,7 +22,7 @@ from lockstep.health.finding import Finding, from_json
 from lockstep.models import attention, hf
 from lockstep.models.llama import Llama
 from tests.conftest import Outcome
-from tests.engine.bad_steps import OF_FAMILY, brought_back
+from tests.engine.bad_steps import ALL_BUT_SLOWLY, OF_FAMILY, brought_back
 from tests.gates.training import run
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -299,6 +299,37 @@ def test_a_learning_rate_that_is_far_too_high(broken: Any, monkeypatch: pytest.M
     usual = step.learning_rates
     monkeypatch.setattr(step, "learning_rates", lambda options: usual(options) * 1e30)
     assert verdict_of(broken("", **{"model.dropout": 0.0})) == "learning rate"
+
+
+def test_a_learning_rate_that_fp16_shows_first(broken: Any) -> None:
+    """In fp32 the step is finite, and its loss says that the weights were lost. Control: it had always been so."""
+    finding = broken("", **{"training.precision": "fp16", "training.learning_rate": 3.0, "model.dropout": 0.0})
+    said = brought_back(finding)
+    assert said.startswith(f"learning rate: the loss had grown from {finding.history[0]['loss']:.4g} to ")
+
+    def always(about: dict[str, Any]) -> None:
+        about["finding"]["history"] = [{**each, "loss": 1e6} for each in about["finding"]["history"]]
+
+    done, _ = replay(rewritten(Path(finding.files["bundle"]), always), device="cpu")
+    assert done.verdict.startswith("overflow: in fp32 it goes away")
+
+
+@pytest.mark.parametrize("family", ALL_BUT_SLOWLY)
+def test_an_overflow_at_a_sane_rate_is_one(broken: Any, family: str) -> None:
+    """In fp32 the loss is what it was; one far above a blind guess is not, also as one rank's part of the sum of 8."""
+    settings = {"training.precision": "fp16", "training.max_steps": 3}
+    folder = Path(broken("nan_loss@step=1", family, **settings).files["bundle"])
+    for ranks in (1, 8):
+        if ranks > 1:
+            rewritten(
+                folder, lambda about: about.update(denominators={k: 8 * n for k, n in about["denominators"].items()})
+            )
+        read = bundle.read(folder)
+        usual = read.finding.history[0]["loss"]
+        for loss, verdict in ((usual, "overflow"), (1.5 * usual, "overflow"), (4 * usual, "learning rate")):
+            fixed = engine.Outcome(engine.FP32, True, None, loss=loss / ranks)
+            outcomes = [engine.Outcome(engine.AS_IT_WAS, False, None), fixed]
+            assert engine._verdict(read, outcomes, torch.device("cpu"), same=True).partition(":")[0] == verdict
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def test_the_tokenizer_knows_the_training_part_of_the_head_only(stories: Path) -
     (head,) = chunks(made.folder)
     meta = json.loads((made.folder / "meta.json").read_text(encoding="utf-8"))
     assert meta["stream"]["head"]["documents"] == head.documents < STORIES
+    assert meta["made_of"] == "stories.jsonl"
     held_out = set(json.loads((made.folder / streaming.HELD_OUT).read_text(encoding="utf-8")))
     texts = [text for text in TextSource("stories.jsonl").documents() if isinstance(text, str)]
     training = [text for text in texts[: head.documents] if document_hash(text) not in held_out]

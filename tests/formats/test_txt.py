@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.errors import DataError
 from lockstep.formats import txt
 from lockstep.formats.txt import blocks, cut, cut_limit
+from tests.formats.samples import how
 
 
 @settings(max_examples=100, deadline=None)
@@ -28,7 +30,7 @@ def test_blocks_read_as_python_reads_text(text: str, size: int) -> None:
     content = text.encode()
     saved, txt.READ_BYTES = txt.READ_BYTES, size
     try:
-        read = "".join(blocks(io.BytesIO(content)))
+        read = "".join(blocks(io.BytesIO(content), how("txt")))
     finally:
         txt.READ_BYTES = saved
     assert read == io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
@@ -40,5 +42,22 @@ def test_a_document_is_a_small_share_of_the_text(size: int, limit: int) -> None:
 
 
 def test_bytes_cut_short_at_the_end_are_noticed() -> None:
-    with pytest.raises(UnicodeDecodeError):
-        list(blocks(io.BytesIO("fünf €".encode()[:-1])))
+    with pytest.raises(DataError, match="not UTF-8: byte 0xe2") as caught:
+        list(blocks(io.BytesIO("fünf\n€".encode()[:-1]), how("txt")))
+    assert caught.value.where == "a.txt:2"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.sampled_from("aä€😀\r\n\ufeff"), max_size=60), st.integers(1, 9))
+def test_the_line_of_a_byte_that_is_not_utf8_is_named(text: str, size: int) -> None:
+    """However the file comes in, and by whatever its lines end."""
+    content = text.encode() + b"caf\xe9 au lait\n"
+    saved, txt.READ_BYTES = txt.READ_BYTES, size
+    try:
+        with pytest.raises(DataError, match="not UTF-8: byte 0xe9") as caught:
+            list(blocks(io.BytesIO(content), how("txt")))
+    finally:
+        txt.READ_BYTES = saved
+    line = text.replace("\r\n", "\n").replace("\r", "\n").count("\n") + 1
+    assert caught.value.where == f"a.txt:{line}"
+    assert caught.value.hint.startswith("iconv -f LATIN1 -t UTF-8 a.txt > utf8-a.txt")

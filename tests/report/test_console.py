@@ -142,7 +142,8 @@ def test_event_lines(screen: io.StringIO, record) -> None:
     assert [line for line in screen.getvalue().splitlines() if not TAIL.fullmatch(line)] == [
         "Checkpoint loaded from runs/x/checkpoints/step_00000048",
         "Resuming from step 48",
-        "Validation | Step 50 | Loss: 2.1234 | Perplexity: 8.36 | 5,000 tokens/s | MFU 45.0 %",
+        "Validation | Step 50 | Loss: 2.1234 | Perplexity: 8.36 | 5,000 tokens/s",
+        "   | MFU 45.0 %",
         "Validation | Step 50 | Loss: nan | Perplexity: nan",
         "Checkpoint saved: runs/x/checkpoints/step_00000050",
     ]
@@ -169,6 +170,23 @@ def test_banner_and_summary_fit_80_columns(settings: dict) -> None:
     ):  # fmt: skip
         assert fact in text, fact
     assert any(line.endswith("│     indented    tab") for line in lines)
+
+
+@pytest.mark.parametrize("settings", PREFIXES)
+def test_validation_fits_80_columns_and_loses_no_figure(record, settings: dict) -> None:
+    stream = io.StringIO()
+    logs.setup_logging(stream=stream, **settings)
+    sink = ConsoleSink(100, clip=True, log_interval=1000, family="llada", facts=lambda: {"gpu_utilisation": 97.0})
+    sink.write(record(49, seconds=0.1, tokens=123_456, mfu=0.5))
+    buckets = {f"val_loss_t_{share}": 1.5 + share for share in range(10)}
+    sink.event("eval", {"step": 123_456, "val_loss": 2.1234, "val_accuracy": 0.4512, **buckets})
+    lines = stream.getvalue().splitlines()[1:]  # the step line is documented, and may be longer
+    assert max(map(len, lines)) <= 80
+    figures = [figure.strip() for line in lines for figure in line.replace("[GPU0] ", "").split(" | ")]
+    assert [figure for figure in figures if figure and not figure.startswith(("GPU0:", "[GPU 0]"))][-8:] == [
+        "Step 123456", "Loss: at most 2.1234", "Perplexity: at most 8.36", "Accuracy: 0.4512",
+        "By share hidden: 5 % 1.50, 55 % 6.50, 95 % 10.50", "1,234,560 tokens/s", "MFU 50.0 %", "GPU 97 %",
+    ]  # fmt: skip
 
 
 def test_the_bare_banner_leaves_out_what_is_not_known() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,14 @@ def test_a_default_never_overrides_the_user(monkeypatch: pytest.MonkeyPatch) -> 
     env.setdefault("LANG", "de")
     env.setdefault("TERM", "dumb")
     assert (env.get("LANG"), env.get("TERM"), env.get("NO_SUCH_NAME", "d")) == ("C", "dumb", "d")
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [("7:/runs/.prove-x/again", 7), ("7:/runs/.prove-y/again", None), ("7", None), ("x:/runs/.prove-x/again", None)],
+)
+def test_a_proof_ends_the_run_that_it_names_and_no_other(
+    value: str, steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.UNTIL, value)
+    assert env.last_step(Path("/runs/.prove-x/again")) == steps

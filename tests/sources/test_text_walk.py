@@ -52,6 +52,8 @@ def strays(whole: Walk, again: Iterator[Walk]) -> int:
 def test_a_folder_goes_on_from_every_place(folder: Path) -> None:
     source = TextSource(str(folder))
     assert len(source.files) == 14
+    assert source.made_of == "csv.csv, deep/csv.csv.bz2, deep/er/blank.txt and 11 more"
+    assert TextSource(f"{folder}/zzz.jsonl").made_of == "zzz.jsonl"
     whole = walked(source)
     assert [document for _, document in whole] == [plain(document) for document in source.documents()]
     assert whole[-1][1] == "last"
@@ -110,8 +112,10 @@ def test_names_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads(json.dumps(dict(first))) == first == source.fingerprint()
     assert len(json.loads((tmp_path / "memo.json").read_text(encoding="utf-8"))) == len(names)
     for name in names:
-        (only,) = TextSource(f"{corpus}/{os.fsdecode(name)}").documents()
+        source = TextSource(f"{corpus}/{os.fsdecode(name)}")
+        (only,) = source.documents()
         assert only == name.hex()
+        assert source.made_of.encode(), "it can be written"
 
 
 def test_a_bad_file_of_a_bad_name_is_one_message(tmp_path: Path) -> None:

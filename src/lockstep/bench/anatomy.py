@@ -157,19 +157,28 @@ def kernels(events: Iterable[Any]) -> list[Piece]:
     """All that ran on the GPU. What launched it is known of most kernels, not of those in a CUDA graph."""
     known, totals = labels(), defaultdict[str, float](float)
     inside: dict[tuple[str, str], float] = defaultdict(float)
+    told = set[int]()  # ranges of the host that have one number name the same kernels, each of them all
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:  # compiled regions are annotations
             totals[event.name] += event.time_range.elapsed_us()
-        elif event.device_type == DeviceType.CPU and event.kernels and (part := _inside(event, known)):
-            for kernel in event.kernels:
+            continue
+        launched = _launched(event) if event.device_type == DeviceType.CPU and event.id not in told else []
+        if launched and (part := _inside(event, known)):
+            told.add(event.id)
+            for kernel in launched:
                 inside[kernel.name, part] += kernel.duration
-    claimed = defaultdict[str, float](float)  # several ranges of the host may name one and the same kernel
+    claimed = defaultdict[str, float](float)
     for (name, _), us in inside.items():
         claimed[name] += us
     shares = {name: min(1.0, totals[name] / us) for name, us in claimed.items() if us > 0}
     pieces = [Piece(name, part, us * shares.get(name, 0.0)) for (name, part), us in inside.items()]
     rest = [Piece(name, "", us - claimed[name]) for name, us in totals.items()]
     return [piece for piece in (*pieces, *rest) if piece.us > 0]
+
+
+def _launched(event: Any) -> list[Any]:
+    """The kernels of a range; its own shadow on the card is none, also where it is called as the kernel in it is."""
+    return [each for each in event.kernels if not (event.is_user_annotation and each.name == event.name)]
 
 
 def operations(events: Iterable[Any]) -> list[Piece]:

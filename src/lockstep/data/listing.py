@@ -10,7 +10,7 @@ from lockstep.data.cache import Entry, check, entries
 from lockstep.data.stream import check_chunk
 from lockstep.errors import LockstepError
 
-NAME_COLUMNS = 21
+COLUMNS, NAME_COLUMNS = 80, 21
 TITLES = f"{'dataset':<{NAME_COLUMNS}} {'rows':>11} {'tokens':>8} {'size':>9} {'age':>7}  state"
 
 
@@ -20,7 +20,7 @@ def describe(roots: Sequence[Path], *, verify: bool = False) -> tuple[list[str],
     damaged = 0
     for entry in (entry for root in roots for entry in entries(root)):
         lines += [] if lines else [TITLES]
-        lines += [_row(entry), f"  {entry.folder}"]
+        lines += [_row(entry), *_made_of(entry), f"  {entry.folder}"]
         if verify:
             wrong = _damage(entry)
             damaged += bool(wrong)
@@ -30,12 +30,23 @@ def describe(roots: Sequence[Path], *, verify: bool = False) -> tuple[list[str],
 
 
 def _row(entry: Entry) -> str:
-    name = str(entry.meta.get("source", "?"))
-    shown = name if len(name) <= NAME_COLUMNS else f"{name[: NAME_COLUMNS - 1]}…"
+    shown = _cut(str(entry.meta.get("source", "?")), NAME_COLUMNS)
     rows, tokens = _sum(entry, "rows"), _sum(entry, "tokens")
     size, age = _short(entry.bytes, ("B", "KiB", "MiB", "GiB", "TiB"), 1024), _age(entry.age_seconds)
     counted = _short(tokens, ("", "k", "M", "G", "T"), 1000)
     return f"{shown:<{NAME_COLUMNS}} {rows:>11,} {counted:>8} {size:>9} {age:>7}  {entry.state}"
+
+
+def _made_of(entry: Entry) -> list[str]:
+    """The files that were read, where the description names them."""
+    names = entry.meta.get("made_of")
+    return [_cut(f"  from {names}", COLUMNS)] if isinstance(names, str) and names else []
+
+
+def _cut(text: str, columns: int) -> str:
+    """What fits; a name may hold anything, also a line end."""
+    plain = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return plain if len(plain) <= columns else f"{plain[: columns - 1]}…"
 
 
 def _sum(entry: Entry, name: str) -> int:

@@ -74,6 +74,7 @@ class Builder:
         meta = {
             "made_by": f"lockstep {__version__}",
             "source": self.source.name,
+            "made_of": getattr(self.source, "made_of", ""),
             "tokenizer": {"name": self.choice.name, "vocab_size": tokenizer.vocab_size,
                           "separator": tokenizer.separator, "fingerprint": tokenizer.fingerprint()},
             "objective": self.config.objective.name,

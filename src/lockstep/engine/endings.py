@@ -46,7 +46,7 @@ def explain(error: BaseException, planned: Plan, *, run: RunDir, place: env.Env)
 
 def point_to_resuming(error: BaseException, run: RunDir) -> None:
     """How to go on, where what was done is saved: after a stop, and when only rows or room on a disk were missing."""
-    if env.last_step() is not None:  # a proof: it is begun anew, and the run that it is about stands as it did
+    if env.last_step(run.root) is not None:  # a proof: it is begun anew, and the run that it is about stands as it did
         return
     if isinstance(error, Stopped):
         error.where, error.hint = str(run.root), resume_command(run)

@@ -25,7 +25,7 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.unseen import Outcome
 from lockstep.errors import LockstepError, Stopped
 from lockstep.health.spikes import Spikes
-from lockstep.runtime import env, faults
+from lockstep.runtime import faults
 from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.signals import StopRequest
 
@@ -86,7 +86,7 @@ class Parts:
     measures: Mapping[str, float] = field(default_factory=dict[str, float])  # of the last validation
     outcome: Outcome | None = None  # of the last walks, if this is an agent
     epochs: Epochs | None = None  # None: training.max_steps decides
-    until: int | None = field(default_factory=env.last_step)  # go no further, although the schedule does: for a proof
+    until: int | None = None  # go no further, although the schedule does: for a proof
     epoch_began: float = 0.0  # by the clock that only runs forward, in this process
     vocabulary: Mapping[str, int] = field(default_factory=dict[str, int])  # token -> id, for who gets the results
     pace: Pace = field(default_factory=Pace)

@@ -21,7 +21,7 @@ from lockstep.config.load import from_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, StepRecord
 from lockstep.data.tokenize import load_tokenizer
-from lockstep.engine import adapters, bundle, histories
+from lockstep.engine import adapters, bundle, first_loss, histories
 from lockstep.engine.autopsy import BadStep, find_place, run_again
 from lockstep.engine.build import Plan, make_model, make_objective
 from lockstep.engine.bundle import Bundle
@@ -44,6 +44,7 @@ from lockstep.worlds.observed import Histories
 MOST_ROWS = 64  # that are left out one by one
 LARGE_WEIGHT, MOST_FLIPS = 1e6, 8
 EXPLODING = 10.0  # times the usual gradient norm
+RUINED = 2.0  # times the loss of a blind guess
 
 
 NEXT = {  # by the first word of the verdict
@@ -85,6 +86,7 @@ class Outcome:
     place: Place | None
     compiled: bool = False
     attention: str = ""
+    loss: float = math.nan  # of this rank: its part of the mean over all of them
 
     def text(self) -> str:
         where = f", first in {self.place.brief()}" if self.place else ""
@@ -171,7 +173,7 @@ def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Chang
         stepper.precision.scaler.scale.fill_(read.about["loss_scale"])
     again = run_again(stepper, bad)
     place = None if again.fine or change.drop >= 0 else find_place(stepper, bad, again)
-    return Outcome(change, again.fine, place, compiled, attention)
+    return Outcome(change, again.fine, place, compiled, attention, again.loss)
 
 
 def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change: Change) -> dict[str, Any]:
@@ -327,7 +329,9 @@ def _verdict(read: Bundle, outcomes: Sequence[Outcome], device: torch.device, *,
             return f"hardware-suspect: {first.place.module} was NaN before the step, and no update writes NaN"
         return f"learning rate: {first.place.module} had grown to infinity before the step"
     if FP32 in gone:
-        return f"overflow: in fp32 it goes away ({first.place.brief() if first.place else 'place unknown'})"
+        loss = next(outcome.loss for outcome in outcomes if outcome.change == FP32)
+        place = first.place.brief() if first.place else "place unknown"
+        return _ruined(read, loss) or f"overflow: in fp32 it goes away ({place})"
     if NO_COMPILE in gone or EAGER_ATTENTION in gone or (first.place and not first.place.eager):
         return f"kernel: it goes away with {' and '.join(each.name for each in gone if each.drop < 0) or 'no compiler'}"
     rows = [change.drop for change in gone if change.drop >= 0]
@@ -358,8 +362,27 @@ def _large_weights(read: Bundle) -> str:
     return ""
 
 
+def _ruined(read: Bundle, loss: float) -> str:
+    """Weights that do far worse than a blind guess, and did not before, were driven there: fp16 only shows it first."""
+    config, before = from_dict(read.about["config"]), _finite(read.finding, "loss")
+    batches, objective = _given(read, config)
+    guess = first_loss.foreseen(config, shapes.from_hf(read.about["shape"]), batches, objective=objective).loss
+    own = sum(sum(batch.weights.values()) for batch in batches)
+    now = loss * sum(read.about["denominators"].values()) / max(1, own)
+    worst = max([now, *before[-3:]])
+    if not before or worst <= RUINED * max(guess, min(before)):
+        return ""
+    grown = f"the loss had grown from {min(before):.4g} to {worst:.4g}, a blind guess has {guess:.4g}"
+    return _large_weights(read) or f"learning rate: {grown}"
+
+
+def _finite(finding: Finding, name: str) -> list[float]:
+    """A figure of the last steps, where it was a number."""
+    return [value for each in finding.history if math.isfinite(value := float(each[name]))]
+
+
 def _was_exploding(finding: Finding) -> bool:
-    norms = [each["grad_norm"] for each in finding.history if math.isfinite(float(each["grad_norm"]))]
+    norms = _finite(finding, "grad_norm")
     if len(norms) < 4:
         return False
     usual = sorted(norms)[len(norms) // 2]

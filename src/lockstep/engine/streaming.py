@@ -110,6 +110,10 @@ class Head:
     def name(self) -> str:
         return self.source.name
 
+    @property
+    def made_of(self) -> str:
+        return getattr(self.source, "made_of", "")
+
     def fingerprint(self) -> Any:
         return self.source.fingerprint()
 

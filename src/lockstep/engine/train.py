@@ -171,6 +171,7 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
             if around.first:
                 rundir.point_latest(run)  # a run that could not begin is not the latest
             parts = assembled.parts
+            parts.until = env.last_step(run.root)
             planned = as_found(run, planned, assembled, first=around.first)
             announce(run, planned, assembled, point, loaded)
             train_parts(parts, planned, stop)

@@ -26,7 +26,7 @@ BLANKS = re.compile(r"[ \t\n\r]*")
 
 def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
     """One text per item; items before `start` are parsed and dropped."""
-    text = _Text(blocks(file), how.where)
+    text = _Text(blocks(file, how), how.where)
     for place, item in islice(_items(text, how), start, None):
         yield how.text(item, f"{how.where}{place}")
 

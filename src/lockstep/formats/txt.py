@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import BinaryIO
 
-from lockstep.formats import MAX_CUT_CHARACTERS, Reading
+from lockstep.formats import MAX_CUT_CHARACTERS, Reading, not_utf8
 
 SHARE_OF_DOCUMENT = 40  # no document is more of the text than a 40th, so that one file alone can be split
 MIN_CUT_CHARACTERS = 1 << 10
@@ -22,15 +22,23 @@ def cut_limit(total_bytes: int) -> int:
 
 def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
     """The pieces of the text, which joined are the text."""
-    return islice(cut(blocks(file), how.cut_characters), start, None)
+    return islice(cut(blocks(file, how), how.cut_characters), start, None)
 
 
-def blocks(file: BinaryIO) -> Iterator[str]:
+def blocks(file: BinaryIO, how: Reading) -> Iterator[str]:
     """The text of a file, block by block, every line ended by a line feed."""
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    while block := file.read(READ_BYTES):
-        yield decoder.decode(block)
-    yield decoder.decode(b"", final=True)
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    line_feeds = io.IncrementalNewlineDecoder(None, translate=True)
+    line, ended = 1, False
+    while not ended:
+        ended = not (block := file.read(READ_BYTES))
+        try:
+            text = line_feeds.decode(decoder.decode(block, final=ended), final=ended)
+        except UnicodeDecodeError as error:
+            line += line_feeds.decode(error.object[: error.start].decode(), final=True).count("\n")
+            raise not_utf8(error, how, f":{line}") from error
+        line += text.count("\n")
+        yield text
 
 
 def cut(texts: Iterable[str], limit: int) -> Iterator[str]:

@@ -17,6 +17,7 @@ from lockstep.report.words import (
     WORDINGS,
     Banner,
     Summary,
+    folded,
     format_buckets,
     format_duration,
     format_estimate,
@@ -235,7 +236,9 @@ class ConsoleSink:
         if isinstance(accuracy, float):
             parts.append(f"Accuracy: {format_number(accuracy)}")
         parts += [buckets] if buckets else []
-        log.info("%s", " | ".join(parts + self._pace.parts(self._words.unit) + self._gpu()))
+        parts += self._pace.parts(self._words.unit) + self._gpu()
+        for line in folded(parts, self._width, between=" | ", indent=2):
+            log.info("%s", line)
         self._pace = _Pace()
 
     def _show_epoch(self, fields: Mapping[str, Any]) -> None:

@@ -291,19 +291,22 @@ def _bracketed(text: str) -> list[str]:
     return [f"({text})"] if text else []
 
 
+def folded(pieces: Sequence[str], width: int, *, between: str = " ", indent: int) -> list[str]:
+    """Pieces in lines of a width, those after the first indented; none is broken, so that a path can be copied."""
+    lines = [*pieces[:1]]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + len(between) + len(piece) > width:
+            lines.append(" " * indent)
+        lines[-1] += between + piece
+    return lines
+
+
 def _table(rows: list[tuple[str, list[str]]], width: int) -> list[str]:
-    """Label and pieces per row; pieces are never broken, so that a path can be copied. Rows without pieces go."""
+    """Label and pieces per row. Rows without pieces go."""
     lines: list[str] = []
     for label, pieces in rows:
-        line = f"  {label:<{LABEL_COLUMNS}}"
-        for index, piece in enumerate(pieces):
-            if index and len(line) + 1 + len(piece) > width:
-                lines.append(line)
-                line = " " * (LABEL_COLUMNS + 2)
-                index = 0
-            line += f" {piece}" if index else piece
-        if pieces:
-            lines.append(line)
+        begun = [f"  {label:<{LABEL_COLUMNS}}{piece}" for piece in pieces[:1]]
+        lines += folded([*begun, *pieces[1:]], width, indent=LABEL_COLUMNS + 1)
     return lines
 
 

@@ -11,6 +11,7 @@ import subprocess
 import zlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lockstep.errors import ConfigError
 
@@ -25,7 +26,7 @@ LARGEST_STEP = 0xFFFF_FFF0  # SLURM numbers the batch script, the interactive sh
 PORTS = range(20_000, 60_000)  # where SLURM jobs meet
 REFUSED_PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 DEVICE = "LOCKSTEP_DEVICE"  # of a process that was given a GPU: it uses it or says why not
-UNTIL = "LOCKSTEP_UNTIL"  # of a worker that makes steps again for a proof: after this many it is done
+UNTIL = "LOCKSTEP_UNTIL"  # STEPS:RUN, of a worker that makes steps again for a proof: after so many it is done
 _hidden: set[str] = set()
 
 
@@ -334,10 +335,13 @@ def launcher_pid() -> int:
     return int(text) if text.isdigit() else 0
 
 
-def last_step() -> int | None:
-    """After how many steps this process is done, whatever its settings say; None: they decide."""
-    text = get(UNTIL)
-    return int(text) if text.isdecimal() else None
+def last_step(run: Path) -> int | None:
+    """After how many steps a run is done, whatever its settings say; None: they decide.
+
+    It is named, so that what is left over in somebody's shell ends no other run.
+    """
+    steps, _, named = get(UNTIL).partition(":")
+    return int(steps) if steps.isdecimal() and named == str(run) else None
 
 
 def setdefault(name: str, value: str) -> None:

@@ -33,6 +33,7 @@ STDIN = "-"
 MEMO_BYTES = 1 << 24  # hashes of files from this size on are remembered
 MEMO_AGE_SECONDS = 2.0  # a younger file may still be written to within one tick of its clock
 COPY_BYTES = 1 << 20
+FILES_NAMED = 3  # of a dataset, for people
 HINT = "data.data_path=FILE, FOLDER or 'GLOB'"
 PIPE = "cat FILE | lockstep train ... --data-path -"
 SPOOLED = re.compile(r"stdin-[0-9a-f]{16}(\.[a-z0-9]+){1,2}")
@@ -124,6 +125,13 @@ class TextSource:
         self._kinds = [cast("formats.Kind", formats.kind_of(name)) for name, _ in self.files]
         plain = zip(self.files, self._kinds, strict=True)
         self._cut_characters = cut_limit(sum(_size(file) for (_, file), kind in plain if kind.name == "txt"))
+
+    @property
+    def made_of(self) -> str:
+        """The first files by name, and how many more there are. The fingerprint fixes it: no folder is named."""
+        named = ", ".join(name for name, _ in self.files[:FILES_NAMED])
+        more = f" and {len(self.files) - FILES_NAMED:,} more" if len(self.files) > FILES_NAMED else ""
+        return named.encode("utf-8", "backslashreplace").decode() + more  # a name may be any bytes
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Names, sizes and SHA-256 of the files. A large file is read again only when its size or a time changed."""
