@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ SUMS = 0.02  # what sums in the tensor cores lose, at most; the casts round 4 to
 KINDS = sorted(precision.FLOAT8)
 BOTH = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 LENGTH = 256
-BLUR = 0.001  # bf16 rounds by so much
+BLUR, BLURS = 0.001, 8  # bf16 rounds by so much; how often the loss is looked at
 
 
 @pytest.fixture(autouse=True)
@@ -150,12 +151,16 @@ def llama(**values: Any) -> LlamaOptions:
     )  # fmt: skip
 
 
-def learnt(built: Built, *, rows: int = 4, length: int = LENGTH, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
+def loss_of(built: Built, *, rows: int = 4, length: int = LENGTH, seed: int = 0) -> Tensor:
     ids = torch.randint(5, 500, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
     places = {"places_M": torch.arange(0, ids.numel(), 3).cuda()} if hasattr(built.model, "head") else {}
     targets = ids.flatten()[places["places_M"]] if places else ids
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = built.model(ids, targets, **places)
+        return built.model(ids, targets, **places)
+
+
+def learnt(built: Built, **size: int) -> tuple[float, dict[str, Tensor]]:
+    loss = loss_of(built, **size)
     named = {name: each for name, each in built.model.named_parameters() if each.requires_grad}
     gradients = torch.autograd.grad(loss, list(named.values()))
     return float(loss.detach()), {name: each.double() for name, each in zip(named, gradients, strict=True)}
@@ -170,7 +175,8 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
 
     The compiler does not round to bf16 what goes into a layer. That alone changes which way numbers are rounded to
     float8, and so nearly all of it: the reference, blurred by as little as bf16 rounds, is as far from itself. So ours
-    is to be as far from bf16 as the reference, and no further from the reference than it is from itself when blurred.
+    is to be as far from bf16 as the reference, and no further from the reference than it is from itself when blurred;
+    the loss, a single number, within four times what blurring usually does to it.
     """
     rowwise, eager = kind == "fp8-rowwise", options.model_copy(update={"compile": "off"})
     plain, built = (made(options, each, **how) for each in ("bf16", kind))
@@ -191,13 +197,11 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
         ours = {name: error(found[name], expected[name]) for name in apart}
         worst = max(ours, key=lambda name: ours[name] / apart[name])
         print(kind, type(options).__name__, size, f"from bf16: reference {away:.4f}, ours {ours_away:.4f};")
-        print(
-            f"  {worst} from the reference: blurred {apart[worst]:.4f}, ours {ours[worst]:.4f};",
-            loss,
-            right,
-            found_loss,
-        )
-        assert found_loss == pytest.approx(right, rel=2e-3)
+        print(f"  {worst} from the reference: blurred {apart[worst]:.4f}, ours {ours[worst]:.4f}")
+        with torch.no_grad():
+            usual = statistics.fmean((float(loss_of(other, **size)) - right) ** 2 for _ in range(BLURS)) ** 0.5
+        print(f"  loss {right:.2f}: blurred {usual:.2f} away, ours {found_loss - right:+.2f}, bf16 {loss - right:+.2f}")
+        assert abs(found_loss - right) < 4 * usual
         assert ours_away == pytest.approx(away, rel=0.1)
         assert ours[worst] < 2 * apart[worst], worst  # the doubled columns of one matrix are lost in a sum of all
 

@@ -215,10 +215,11 @@ def test_layers_with_a_bias_compute_what_rounded_numbers_give(kind: str) -> None
 
 @pytest.mark.slow  # half a minute of C++; tests/gpu has the same of whole blocks
 @pytest.mark.filterwarnings("ignore")  # the compiler has its own
-def test_the_compiler_takes_a_block_whole_and_once() -> None:
-    built = made(llama(num_layers=1, compile="on"), "fp8")
+@pytest.mark.parametrize("kind", sorted(precision.FLOAT8))
+def test_the_compiler_takes_a_block_whole_and_once(kind: str) -> None:
+    built = made(llama(num_layers=1, compile="on"), kind)
     assert built.compiled
-    eager = made(llama(num_layers=1), "fp8")
+    eager = made(llama(num_layers=1), kind)
     seen = graphs()
     for seed in range(3):
         (loss, expected), (found_loss, found) = learnt(eager, seed=seed), learnt(built, seed=seed)
