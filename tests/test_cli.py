@@ -274,6 +274,8 @@ def test_resume_uses_the_settings_of_the_run(lockstep: Run, in_dir: Path, monkey
     monkeypatch.setattr(engine, "train", lambda loaded: seen.append(loaded) or engine.Result(Path("x"), 3, 1.0, None))
     assert lockstep("resume", "mine").code == 0
     assert (seen[0].config.system.seed, seen[0].config.checkpoint.resume) == (5, "runs/mine")
+    refused = lockstep("resume", "mine", "--canonical", "--mode", "fsdp")
+    assert (refused.code, len(seen)) == (2, 1), "as a run that begins with them"
     missing = lockstep("resume", "yours")
     assert missing.code == 66
     assert "mine" in missing.err

@@ -244,3 +244,30 @@ def test_settings_that_were_changed_on_the_way(in_dir: Path, lockstep: Cli) -> N
     assert older.code == 0, older.text
     forked = lockstep("resume", "b", "--prove", "--steps", "2")
     assert forked.code == 0, forked.text
+
+
+def goes_on_alone(lockstep: Cli, *words: str) -> Path:
+    """A run of several workers whose last two steps are made by one."""
+    run = train(lockstep, "a", "--batch-size", "1", *words)
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    assert lockstep("resume", "a", "--gpus", "1").code == 0
+    return run
+
+
+def test_other_workers_on_the_way(in_dir: Path, lockstep: Cli) -> None:
+    """Whose sums have other bits: the rows are the same, the change is named, and which steps can be proven."""
+    goes_on_alone(lockstep, "--gpus", "3")
+    across = lockstep("resume", "a", "--prove", "--steps", "4")
+    assert across.code == ExitCode.FAILED, across.text
+    assert "batch_rows" not in across.out
+    assert "  made by others from step 2 on: world: 3 in the checkpoint, 1 now" in across.out
+    assert across.out.endswith("  try: --steps 2, which are of the same workers and kernels\n")
+    assert lockstep("resume", "a", "--prove", "--steps", "2").code == 0
+
+
+def test_canonical_sums_of_other_workers_are_proven_from_the_beginning(in_dir: Path, lockstep: Cli) -> None:
+    goes_on_alone(lockstep, "--gpus", "2", "--canonical", "training.grad_accum_nums=4")
+    proven = lockstep("resume", "a", "--prove", "--steps", "4")
+    assert proven.code == 0, proven.text
+    assert "4 of 4 steps on record, equal bits" in proven.out
+    assert "made by others" not in proven.out

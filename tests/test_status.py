@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from lockstep import status
+from lockstep.engine import folder
 from lockstep.errors import LockstepError
 from lockstep.report.standing import read, tail_events
+from lockstep.rundir import RunDir
 from lockstep.runtime import owner
 from tests.run_player import heartbeat, make, playing
 
@@ -60,6 +62,21 @@ def test_a_running_run(runs: Path) -> None:
     assert workers[0].split()[1:3] == ["forward", "5"]
     assert workers[0].endswith("97 %  21.0 GiB  61 °C")
     assert "%" not in workers[1]
+
+
+def test_workers_of_an_earlier_attempt_are_not_listed(runs: Path) -> None:
+    """Three have trained, two go on: what the third did last is told no more. Without a launcher nothing is."""
+    root = make(runs / "mine", START, STEP)
+    for number in range(3):
+        heartbeat(root, f"n0-GPU{number}", section="forward", step=4, age=0)
+    folder.tidy(RunDir(root))
+    assert "forward" not in status.status(root)
+    for number in range(2):
+        heartbeat(root, f"n0-GPU{number}", section="data", step=6, age=0)
+    assert [(worker.name, worker.section) for worker in read(root).workers] == [
+        ("n0-GPU0", "data"),
+        ("n0-GPU1", "data"),
+    ]
 
 
 def test_a_heartbeat_grows_older_while_nobody_writes_it(runs: Path) -> None:

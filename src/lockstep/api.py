@@ -51,7 +51,7 @@ def train(
             raise ConfigError(
                 f"the Config is of family {own!r}", where=f"train({family!r})", hint=f"train({own!r}, config)"
             )
-        _check(loaded)
+        check_fits(loaded)
     else:
         if not isinstance(config, str | Path | None):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
             what = f"got a {type(config).__name__}, expected a preset, a file or a Config"
@@ -131,7 +131,7 @@ def resolve(
         preset, notice = pick_preset(_asked_device(flags, overrides or {}), family)
     loaded = load_config(family, preset=preset, file=file, flags=flags, overrides=overrides or {})
     if check:
-        _check(loaded)
+        check_fits(loaded)
     asked = ", ".join(f"{key} {value}" for key, value in wishes.items())
     said = (*([notice] if notice else []), *([f"accelerate asks for {asked}"] if asked else []))
     return replace(loaded, notices=(*said, *loaded.notices)) if said else loaded
@@ -164,7 +164,7 @@ def _asked_device(flags: Sequence[Flag], overrides: Mapping[str, Any]) -> str:
     return next((str(device) for device in reversed(asked) if device), "")
 
 
-def _check(loaded: Loaded) -> None:
+def check_fits(loaded: Loaded) -> None:
     """What does not fit together is refused here, at the line that set it; sizes if the shape needs no look-up."""
     from lockstep.models import shapes
     from lockstep.runtime import env, hub

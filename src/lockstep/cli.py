@@ -97,6 +97,7 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
         return prove(arguments, settings)
     if arguments.steps is not None:
         raise ConfigError("is for a proof", where="--steps", hint="--prove too, or --max-steps")
+    from lockstep.api import check_fits
     from lockstep.config.load import load_run
     from lockstep.home import find_run, root_of, saved_identity
     from lockstep.runtime.devices import check_asked
@@ -104,6 +105,7 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
     path = find_run(arguments.run)
     told = [*settings, ("checkpoint.resume", str(path))]
     loaded = load_run(root_of(path), told, since=saved_identity(path))
+    check_fits(loaded)
     check_asked(loaded.config.system)
     return _start(loaded, arguments)
 

@@ -156,6 +156,19 @@ def _changed_at(run: RunDir, last: int) -> int:
     return changes[-1] if changes[-1] != began else 0
 
 
+def _other_crews(task: Task) -> dict[int, str]:
+    """After which of the steps to be proven the run went on with other workers or kernels, which decide bits."""
+    from lockstep.report.jsonl import read_events
+
+    crews: dict[int, str] = {}
+    for event in read_events(task.run.events) if task.run.events.is_file() else []:
+        if event["kind"] == "resume" and isinstance(done := event.get("step"), int):
+            crews = {step: crew for step, crew in crews.items() if step < done}  # it has gone back behind the others
+            if isinstance(crew := event.get("crew"), list) and task.first < done < task.last:
+                crews[done] = "; ".join(map(str, crew))  # pyright: ignore[reportUnknownArgumentType]
+    return crews
+
+
 def _beginning(run: RunDir) -> tuple[Path | None, int]:
     """Where the run began: at its first weights, or from a state that another run or program has left."""
     from lockstep.report.jsonl import read_events
@@ -228,7 +241,8 @@ def held(task: Task, scratch: Path) -> Task:
 
 def write_settings(task: Task, scratch: Path) -> Path:
     """The settings of the run as a file, but for what it shows and where it writes; who computes as it was then."""
-    from lockstep.engine import resume
+    from lockstep.config.load import from_dict
+    from lockstep.engine import epochs, resume
 
     tree: dict[str, Any] = json.loads(json.dumps(task.about["config"]))
     about, system = task.about, tree["system"]
@@ -250,6 +264,10 @@ def write_settings(task: Task, scratch: Path) -> Path:
     listed = [part for part in str(system["gpus"]).split(",") if part.strip()]
     if on_cpu or len(listed) != world or not all(part.strip().isdecimal() for part in listed) or world == 1:
         system["gpus"] = str(world)
+    rows = about.get("batch_rows")
+    if task.base is None and rows and isinstance(tree["training"]["batch_size"], int):
+        kept = epochs.with_batch(from_dict(tree), rows, world=world).training  # as it has done, on other workers
+        tree["training"] |= {"batch_size": kept.batch_size, "grad_accum_nums": kept.grad_accum_nums}
     tree["run"] |= {"out": str(scratch), "name": AGAIN}
     insists = task.base is not None and bool(
         resume.changed(resume.ResumePoint(task.base, None), about)
@@ -300,11 +318,15 @@ def _tell(task: Task, again: RunDir) -> int:
     changed = pairs(facts_of(task.about), facts_of(resume.read_about(made)))
     equal = alike.equal and compared.first is None
     say(*_words(task, compared, alike), *(f"  other than then: {pair.text()}" for pair in changed))
+    for done, crew in (crews := _other_crews(task)).items():
+        say(scrubber()(f"  made by others from step {done} on: {crew}"))
     if equal:
         say("Proven: the same bits")
     else:
         since = f"step {compared.first.step}" if compared.first else f"the state after step {task.last - 1}"
         say(f"Not proven: other bits, first in {since}")
+        if crews:
+            say(f"  try: --steps {task.last - max(crews)}, which are of the same workers and kernels")
     return ExitCode.DONE if equal else ExitCode.FAILED
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.engine import checkpoint, endings
-from lockstep.engine.checkpoint import Checkpointer
+from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.step import Stepper
 from lockstep.errors import ExitCode, LockstepError
 from tests.conftest import Outcome
@@ -213,3 +214,40 @@ def test_a_process_alone_waits_for_the_save_on_its_way(
     told = lockstep("train", "llama", "tiny", *QUICK, "--name", "bad", "training.save_interval=2")
     assert told.code == ExitCode.IO, told.text
     assert [path.name for path in Checkpointer(in_dir / "runs/bad/checkpoints").found()] == ["step_00000002"]
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(
+    in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody begins a run with them, exports them or lets them speak; the run itself goes on from before."""
+    fault = "nan_weight@step=1,tensor=norm.weight,index=0"
+    assert small(fault, monkeypatch, lockstep, "training.save_interval=1").code == 71
+    monkeypatch.delenv("LOCKSTEP_FAULT")
+    spoilt = in_dir / "runs" / "bad" / "checkpoints" / "step_00000002"
+    assert not checkpoint.is_good(spoilt)
+    for words in (
+        ("resume", str(spoilt), "--name", "b"),
+        ("train", "llama", "tiny", *QUICK, "--checkpoint", str(spoilt), "--name", "b"),
+        ("sample", str(spoilt), "The"),
+        ("export", str(spoilt), "--to", "hf", "b"),
+    ):
+        refused = lockstep(*words)
+        assert refused.code == ExitCode.DATA
+        assert "its weights are not finite" in refused.err
+    assert not (in_dir / "runs" / "b").exists()
+    assert not (in_dir / "b").exists()
+    assert lockstep("sample", "bad", "The").code == 0
+    assert lockstep("resume", "bad").code == 0
+
+
+def test_nothing_is_forgotten_for_later_checkpoints_that_were_passed_over(tmp_path: Path) -> None:
+    tensor = {"w": torch.ones(3)}
+    for step in (1, 3, 4):
+        Checkpointer(tmp_path, keep_last=3).save(step, State(tensor, tensor, {"step": step}))
+    for step in (3, 4):  # one bit: sizes are as the manifest says
+        path = tmp_path / f"step_{step:08d}" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    saver = Checkpointer(tmp_path, keep_last=2)
+    assert saver.latest() == tmp_path / "step_00000001"
+    saver.save(2, State(tensor, tensor, {"step": 2}))
+    assert saver.latest() == tmp_path / "step_00000002"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lockstep import replaying, rundir
 from lockstep.config.load import from_dict
-from lockstep.engine import bundle, inference
+from lockstep.engine import bundle, inference, verdict
 from lockstep.engine import replay as engine
-from lockstep.engine.replay import NEXT, replay
+from lockstep.engine.replay import replay
 from lockstep.errors import ConfigError, DataError, LockstepError, NonFiniteError, NotFoundError
 from lockstep.health.finding import Finding, from_json
 from lockstep.models import attention, hf
@@ -124,9 +124,9 @@ def test_a_sample_that_is_not_there_is_refused_before_anything_runs(
     """Also where the step comes out finite, and nothing would be left out any more."""
     monkeypatch.setattr(engine, "attempt", lambda *_: pytest.fail("it was run"))
     with pytest.raises(ConfigError, match="row 4, the step has 4"):
-        replay(copy, [engine.Change("--drop-sample 4", drop=4)], device="cpu")
+        replay(copy, [verdict.Change("--drop-sample 4", drop=4)], device="cpu")
     with pytest.raises(pytest.fail.Exception, match="it was run"):
-        replay(copy, [engine.Change("--drop-sample 3", drop=3)], device="cpu")
+        replay(copy, [verdict.Change("--drop-sample 3", drop=3)], device="cpu")
 
 
 def test_the_screen_is_safe_from_what_a_bundle_says(copy: Path, lockstep: Cli) -> None:
@@ -169,7 +169,7 @@ def test_a_checkpoint_with_other_weights_is_refused(broken: Any, monkeypatch: py
 def test_a_step_in_float8_is_replayed_where_there_is_none(copy: Path) -> None:
     """A laptop multiplies no float8 numbers: all else is as it was, and it says so."""
     rewritten(copy, lambda about: about["config"]["training"].update(precision="fp8"))
-    done, _ = replay(copy, [engine.FP32], device="cpu")
+    done, _ = replay(copy, [verdict.FP32], device="cpu")
     assert done.reproduced
     assert [each.change.name for each in done.outcomes] == ["as it was, in bf16 for fp8", "--fp32"]
     done, _ = replay(rewritten(copy, lambda about: about.update(fault="")), device="cpu")
@@ -194,10 +194,10 @@ def test_a_step_is_compiled_again_as_auto_had_found(
         about["device_name"] = card or about["device_name"]
 
     read = bundle.read(rewritten(copy, change))
-    for other in (engine.AS_IT_WAS, engine.FP32):
+    for other in (verdict.AS_IT_WAS, verdict.FP32):
         changes = engine._model_changes(read, from_dict(read.about["config"]), torch.device("cpu"), other)
         assert changes.get("compile", asked) == expected
-    changes = engine._model_changes(read, from_dict(read.about["config"]), torch.device("cpu"), engine.NO_COMPILE)
+    changes = engine._model_changes(read, from_dict(read.about["config"]), torch.device("cpu"), verdict.NO_COMPILE)
     assert changes["compile"] == "off"
 
 
@@ -214,6 +214,20 @@ def test_another_kind_of_device_accuses_no_hardware(copy: Path) -> None:
     ]
     assert [verdict.partition(":")[0] for verdict in verdicts] == ["kernel", "hardware-suspect", "hardware-suspect"]
     assert "--device cuda" in verdicts[0]
+
+
+def test_a_value_that_was_saved_too_is_not_gone_on_from(broken: Any) -> None:
+    """A flipped bit that the checkpoint has as well: a resume would end at the same step for ever."""
+    finding = broken(";".join(f"flip_weight@step=1,tensor=layers.1.mlp.{name}.weight,bit=30" for name in ("w1", "w3")))
+    done, _ = replay(Path(finding.files["bundle"]), [verdict.EAGER_ATTENTION])
+    assert done.verdict.startswith("hardware-suspect: a value of ")
+    assert "an earlier one" in done.lines(finding)[-1]
+
+
+def test_what_happened_once_is_gone_on_from(broken: Any) -> None:
+    finding = broken("nan_loss@step=1,once=1")
+    done, _ = replay(Path(finding.files["bundle"]))
+    assert done.lines(finding)[-1] == f"Next: {verdict.NEXT['hardware-suspect']}"
 
 
 def test_a_run_that_was_moved_has_its_weights_with_it(broken: Any) -> None:
@@ -271,7 +285,7 @@ def test_additions_to_frozen_weights(broken: Any, base: Path) -> None:
 def verdict_of(finding: Finding, *, code: int = 0) -> str:
     said = brought_back(finding, code=code)
     word = said.partition(":")[0]
-    assert word in NEXT
+    assert word in verdict.NEXT
     return word
 
 
@@ -326,10 +340,13 @@ def test_an_overflow_at_a_sane_rate_is_one(broken: Any, family: str) -> None:
             )
         read = bundle.read(folder)
         usual = read.finding.history[0]["loss"]
-        for loss, verdict in ((usual, "overflow"), (1.5 * usual, "overflow"), (4 * usual, "learning rate")):
-            fixed = engine.Outcome(engine.FP32, True, None, loss=loss / ranks)
-            outcomes = [engine.Outcome(engine.AS_IT_WAS, False, None), fixed]
-            assert engine._verdict(read, outcomes, torch.device("cpu"), same=True).partition(":")[0] == verdict
+        batches, objective = engine._given(read, from_dict(read.about["config"]))
+        for loss, expected in ((usual, "overflow"), (1.5 * usual, "overflow"), (4 * usual, "learning rate")):
+            fixed = verdict.Outcome(
+                verdict.FP32, True, None, ruined=verdict.ruined(read, loss / ranks, batches, objective)
+            )
+            outcomes = [verdict.Outcome(verdict.AS_IT_WAS, False, None), fixed]
+            assert verdict.judge(read, outcomes, torch.device("cpu"), same=True).partition(":")[0] == expected
 
 
 @pytest.mark.slow

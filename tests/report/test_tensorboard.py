@@ -54,6 +54,19 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path, record) -> None:
     }  # fmt: skip
 
 
+def test_a_clock_that_was_set_back_draws_nothing_twice(tmp_path: Path, record, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = TensorboardSink(tmp_path)
+    for step in range(4):
+        first.write(record(step, loss=8.0 - step))
+    first.close()
+    monkeypatch.setattr("time.time", lambda: 1_000_000_000.0)
+    again = TensorboardSink(tmp_path)
+    again.event("resume", {"step": 2})
+    again.write(record(2, loss=1.0))
+    again.close()
+    assert read_back(tmp_path)["train/loss"] == [(0, 8.0), (1, 7.0), (2, 1.0)]
+
+
 def test_a_run_that_was_over_is_drawn_once(tmp_path: Path) -> None:
     """Who goes on from the end measures again, and has the same point; control: a tag that is new is drawn."""
     sink = TensorboardSink(tmp_path)

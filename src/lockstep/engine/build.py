@@ -370,9 +370,9 @@ def _resume(stepper: Stepper, about: dict[str, Any], point: resume.ResumePoint, 
     saved = _read_state(stepper, point.checkpoint)
     if (belongs := saved.run.get("about")) is not None:  # a file of another program does not say
         allow = config.checkpoint.allow_mismatch
-        if isinstance(belongs, dict) and not allow:
-            resume.check_batch(belongs.get("batch_rows"), config, world=about["world"], checkpoint=point.checkpoint)
         resume.check_belongs(belongs, about, checkpoint=point.checkpoint, allow=allow)
+        if not allow:
+            resume.check_batch(belongs.get("batch_rows"), config, world=about["world"], checkpoint=point.checkpoint)
         adapters.check_base(belongs, about, checkpoint=point.checkpoint, model_path=config.model.model_path)
     try:
         return state.restore(stepper, saved)

@@ -155,7 +155,7 @@ class Checkpointer:
                 self._write_rest(folder, state)
         except (OSError, SafetensorError) as error:
             raise self._failed(error, final) from error
-        self._forget()
+        self._forget(final)
         self.room.take_again(self._sizes(state))
 
     def _save_pieces(self, final: Path, state: State) -> None:
@@ -205,7 +205,7 @@ class Checkpointer:
             rundir.publish(staged, final, known=known, beat=self._beat)
         except OSError as error:
             raise self._failed(error, final) from error
-        self._forget()
+        self._forget(final)
 
     def _write_rest(self, folder: Path, state: State) -> None:
         (folder / RUN).write_text(json.dumps(state.run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -226,8 +226,8 @@ class Checkpointer:
         told = {"failed": failed.what, "where": failed.where, "hint": failed.hint, "host": socket.gethostname()}
         return {**told, "errno": getattr(error, "errno", None)}
 
-    def _forget(self) -> None:
-        found = self.found()
+    def _forget(self, newest: Path) -> None:
+        found = [path for path in self.found() if _number(path) <= _number(newest)]  # later ones were passed over
         kept = [path for path in found if is_good(path, content=False)][-self.keep_last :]
         for old in found[: found.index(kept[0])] if kept else []:
             shutil.rmtree(old, ignore_errors=True)
@@ -235,11 +235,15 @@ class Checkpointer:
     def found(self) -> list[Path]:
         """Published checkpoints, oldest first; whether they verify is another question. Other folders are not ours."""
         named = [path for path in self.folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
+        return sorted(named, key=_number)
 
     def latest(self) -> Path | None:
         """The newest checkpoint that verifies; says which ones do not, and why."""
         return next((path for path in reversed(self.found()) if is_good(path)), None)
+
+
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def load(path: Path, group: Group | None = None) -> State:
@@ -282,20 +286,22 @@ def is_good(path: Path, *, content: bool = True) -> bool:
     """Whether a checkpoint folder is whole and its weights are finite; says why not."""
     try:
         verify(path, content=content)
-        _check_not_spoilt(path)
+        check_not_spoilt(path)
     except DataError as error:
-        logger.warning("Checkpoint passed over: %s", error)
+        logger.warning("Checkpoint passed over: %s: %s", error.where, error.what)
         return False
     return True
 
 
-def _check_not_spoilt(path: Path) -> None:
+def check_not_spoilt(path: Path) -> None:
+    """Refuse a state of weights that are not finite: nobody goes on from it, or has any use for its model."""
     try:
         run = rundir.read_json(path / RUN)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path / RUN)) from None
     if isinstance(run, dict) and run.get(rundir.SPOILT):
-        raise DataError("its weights are not finite: kept to be looked at", where=str(path))
+        hint = "the run itself, which goes by its newest good one, or an earlier one"
+        raise DataError("its weights are not finite: kept to be looked at", where=str(path), hint=hint)
 
 
 def check_common(folder: Path, group: Group) -> None:

@@ -105,6 +105,8 @@ def tidy(run: RunDir) -> None:
         logger.info("Removed an unfinished save: %s", name)
     rundir.set_aside(run)
     evidence.forget(run.root)
+    for beat in run.root.glob("workers/*/heartbeat"):  # also of workers that there are no more
+        beat.unlink(missing_ok=True)
     owner.write(run.root, sys.argv, pid=env.launcher_pid() or None)
 
 
@@ -190,7 +192,11 @@ def owned(run: RunDir) -> Iterator[None]:
             hint=f"lockstep stop {shlex.quote(str(run.root))} lets it save and end; or --name NEW",
         ) from None
     except OSError as error:
-        raise OutputError(f"cannot write to the run: {error.strerror or error}", where=str(run.root)) from error
+        raise OutputError(
+            f"cannot write to the run: {error.strerror or error}",
+            where=str(run.root),
+            hint=f"lockstep resume {shlex.quote(str(run.root))} --out DIR goes on in a folder you can write to",
+        ) from error
     try:
         yield
     finally:

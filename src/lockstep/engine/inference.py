@@ -20,7 +20,7 @@ from lockstep.contracts import Objective, SampleOptions, Tokenizer
 from lockstep.data.tokenize import CONTINUED, SPECIALS, TokenizerFile, load_tokenizer
 from lockstep.engine import adapters
 from lockstep.engine.build import make_objective
-from lockstep.engine.checkpoint import MODEL, verify
+from lockstep.engine.checkpoint import MODEL, check_not_spoilt, verify
 from lockstep.engine.choices import speaking
 from lockstep.engine.denoising import Speaker
 from lockstep.engine.resume import point_of_run, read_about
@@ -83,8 +83,7 @@ def with_words(loaded: LoadedModel) -> Trained:
 
 def load_model(path: Path, *, device: str = "auto", documents_apart: bool = False) -> LoadedModel:
     """The same without the words, which not every model has."""
-    checkpoint = path if (path / rundir.MANIFEST).is_file() else point_of_run(path).checkpoint
-    verify(checkpoint)
+    checkpoint = _checkpoint_of(path)
     about = read_about(checkpoint)
     config = from_dict(about["config"])
     shape = shapes.from_hf(about["shape"])
@@ -95,6 +94,15 @@ def load_model(path: Path, *, device: str = "auto", documents_apart: bool = Fals
         model = bare_model(config, shape, place, documents_apart=documents_apart)
         fill(model, Stored(checkpoint, MODEL))
     return LoadedModel(model.eval(), config, shape, checkpoint, about)
+
+
+def _checkpoint_of(path: Path) -> Path:
+    """The checkpoint that was named, or the newest good one of a run: whole, and of a model that computes numbers."""
+    if not (path / rundir.MANIFEST).is_file():
+        return point_of_run(path).checkpoint
+    verify(path)
+    check_not_spoilt(path)
+    return path
 
 
 def bare_model(
@@ -261,7 +269,6 @@ def export_run(path: Path, folder: Path, dtype: str = "fp32") -> Path:
 
 def export_adapter(path: Path, folder: Path) -> Path:
     """`lockstep export RUN --to peft`: the additions of a LoRA run, for the peft package."""
-    checkpoint = path if (path / rundir.MANIFEST).is_file() else point_of_run(path).checkpoint
-    verify(checkpoint)
+    checkpoint = _checkpoint_of(path)
     about = read_about(checkpoint)
     return adapters.export_adapter(from_dict(about["config"]), shapes.from_hf(about["shape"]), checkpoint, folder)

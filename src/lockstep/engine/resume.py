@@ -13,7 +13,7 @@ from lockstep import rundir
 from lockstep.config.load import identity_diff
 from lockstep.config.schema import RunConfig
 from lockstep.engine import agent_files, epochs
-from lockstep.engine.checkpoint import RUN, Checkpointer
+from lockstep.engine.checkpoint import RUN, Checkpointer, check_not_spoilt
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.rundir import RunDir
 
@@ -153,6 +153,19 @@ def changed(point: ResumePoint, current: Mapping[str, Any]) -> list[str]:
     return identity_diff(was, current["identity"]) if isinstance(was, dict) else []
 
 
+def other_crew(point: ResumePoint, current: Mapping[str, Any]) -> list[str]:
+    """Who computes and how, where that decides the bits and is not as it was; of canonical sums any workers do."""
+    was = about_of(point)
+    if not was:
+        return []
+    old, new = (each["config"]["system"] for each in (was, current))
+    found = [(f"system.{key}", old.get(key), new[key]) for key in ("mode", "deterministic")]
+    if not old.get("deterministic") == new["deterministic"] == "canonical":
+        found.append(("world", was.get("world"), current["world"]))
+    told = [f"{key}: {then} in the checkpoint, {now} now" for key, then, now in found if then != now]
+    return told + other_bits(was, current)
+
+
 def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
     """Nothing, if there are no differences; else an error, or a warning where that is allowed."""
     text = "\n".join(f"    {line}" for line in differences)
@@ -171,6 +184,8 @@ def check_early(point: ResumePoint, identity: Mapping[str, Any], *, allow: bool)
     """Refuse a foreign configuration before the run folder is touched (a .pt file is looked at when it is read)."""
     if point.run:
         rundir.check_plain(point.run.root)
+    elif point.checkpoint.suffix != ".pt":  # it was named: nothing is passed over for another one
+        check_not_spoilt(point.checkpoint)
     if not allow and point.checkpoint.suffix != ".pt":
         about = read_about(point.checkpoint)
         refuse(identity_diff(about["identity"], dict(identity)), checkpoint=point.checkpoint, allow=False)

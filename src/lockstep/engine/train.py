@@ -309,9 +309,9 @@ def announce(
             logger.info("%s", line)
     parts.tell("start", step=parts.progress.step, **present.banner(run, planned, assembled, loaded).fields())
     if point:
-        changed = resume.changed(point, parts.about)
-        told = {"changed": changed} if changed else {}
-        parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint), **told)
+        told = {"changed": resume.changed(point, parts.about), "crew": resume.other_crew(point, parts.about)}
+        news = {key: value for key, value in told.items() if value}
+        parts.tell("resume", step=parts.progress.step, path=str(point.checkpoint), **news)
     elif rounds.current().number:  # from the start: what an earlier round has told of its steps is void
         parts.tell("resume", step=0)
 

@@ -78,7 +78,7 @@ def read(root: Path) -> State:
         eta_seconds=eta if running else None,
         exit_code=code,
         cause=_cause(run, events) if life == "failed" else "",
-        workers=tuple(_worker(folder, running=running) for folder in worker_folders(root)),
+        workers=tuple(_worker(folder, running=running) for folder in _present(worker_folders(root))),
         determinism=_determinism([*_first_events(run.events), *events]),
     )
 
@@ -154,6 +154,11 @@ def _pace(steps: Sequence[dict[str, Any]], left: int) -> tuple[float | None, flo
         return None, None
     seconds = sum(event["seconds"] for event in timed)
     return sum(int(event.get("tokens") or 0) for event in timed) / seconds, max(0, left) * seconds / len(timed)
+
+
+def _present(folders: Sequence[Path]) -> Sequence[Path]:
+    """The workers of the last attempt, where a launcher tells of them: a run may have had more before, or others."""
+    return [folder for folder in folders if (folder / "heartbeat").is_file()] or folders
 
 
 def _worker(folder: Path, *, running: bool) -> Worker:

@@ -15,6 +15,8 @@ from lockstep.errors import OutputError
 
 log = logging.getLogger(__name__)
 
+FILES = "events.out.tfevents."  # how the names of TensorBoard's files begin
+
 
 class _Package(NamedTuple):
     """What is used of the tensorboard package; importing exactly this costs 0.15 s and starts no TensorFlow."""
@@ -35,6 +37,12 @@ def _load() -> _Package | None:
     return _Package(proto.Event, proto.SessionLog, RecordWriter)
 
 
+def _stamp(folder: Path) -> int:
+    """Files are read in the order of this number, which is the time: later than all others, whatever the clock says."""
+    known = (path.name.removeprefix(FILES).partition(".")[0] for path in folder.glob(f"{FILES}*"))
+    return max([int(time.time()), *(int(text) + 1 for text in known if text.isdecimal())])
+
+
 class TensorboardSink:
     """Scalars of a run for `tensorboard --logdir`. Without the package it says so once and does nothing.
 
@@ -49,7 +57,7 @@ class TensorboardSink:
         self._package = _load()
         if self._package is None:
             return
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        name = f"{FILES}{_stamp(folder):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / name).open("xb", buffering=0)  # a viewer, or a crash, finds every record there
