@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -240,14 +241,37 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     assert lockstep("resume", "bad").code == 0
 
 
-def test_nothing_is_forgotten_for_later_checkpoints_that_were_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [2, 5])
+def test_nothing_is_forgotten_for_later_checkpoints_that_were_passed_over(tmp_path: Path, step: int) -> None:
+    """Neither before the run has come to where they lie, nor behind it, between others: 4 was saved at a stop."""
     tensor = {"w": torch.ones(3)}
-    for step in (1, 3, 4):
-        Checkpointer(tmp_path, keep_last=3).save(step, State(tensor, tensor, {"step": step}))
-    for step in (3, 4):  # one bit: sizes are as the manifest says
-        path = tmp_path / f"step_{step:08d}" / "model.safetensors"
+    for done in (1, 3, 4):
+        Checkpointer(tmp_path, keep_last=3).save(done, State(tensor, tensor, {"step": done}))
+    for done in (3, 4):  # one bit: sizes are as the manifest says
+        path = tmp_path / f"step_{done:08d}" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    saver = Checkpointer(tmp_path, keep_last=2)
-    assert saver.latest() == tmp_path / "step_00000001"
-    saver.save(2, State(tensor, tensor, {"step": 2}))
-    assert saver.latest() == tmp_path / "step_00000002"
+    saver, newest = Checkpointer(tmp_path, keep_last=2), tmp_path / "step_00000001"
+    assert saver.latest() == newest
+    saver.go_on(1)
+    saver.save(step, State(tensor, tensor, {"step": step}))
+    assert checkpoint.is_good(newest)
+    assert saver.latest() == tmp_path / f"step_{step:08d}"
+    saver.save(6, State(tensor, tensor, {"step": 6}))
+    assert [path.name for path in saver.found() if checkpoint.is_good(path)] == [f"step_{step:08d}", "step_00000006"]
+    assert not newest.exists()
+    saver.save(7, State(tensor, tensor, {"step": 7}))
+    assert [path.name for path in saver.found()] == ["step_00000006", "step_00000007"], "damaged ones go too"
+
+
+def test_a_run_keeps_what_it_went_on_from_beside_a_damaged_one_that_it_passes(in_dir: Path, lockstep: Cli) -> None:
+    settings = ("training.max_steps=6", "training.save_interval=1", "checkpoint.keep_last=6")
+    assert lockstep("train", "llama", "tiny", *QUICK, "--name", "a", *settings).code == 0
+    folder = in_dir / "runs" / "a" / "checkpoints"
+    for step in (1, 2, 5, 6):
+        shutil.rmtree(folder / f"step_{step:08d}")
+    model = folder / "step_00000004" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"\1")
+    went_on = lockstep("resume", "a", "--training.save-interval", "3", "--checkpoint.keep-last", "2")
+    assert went_on.code == 0, went_on.text
+    good = [path.name for path in Checkpointer(folder).found() if checkpoint.is_good(path)]
+    assert good == ["step_00000003", "step_00000006"]

@@ -82,6 +82,29 @@ def test_what_decides_the_bits_is_told_in_one_line(
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == wanted
 
 
+def crew(system: dict[str, Any], **about: Any) -> dict[str, Any]:
+    return {**HERE, "config": {"system": {**HERE["config"]["system"], **system}}, **about}
+
+
+@pytest.mark.parametrize(
+    ("was", "expected"),
+    [
+        (crew({"mode": "ddp"}, world=2), []),
+        (HERE, []),  # of an older program, which says neither
+        (
+            crew({"mode": "fsdp"}, world=4),
+            ["system.mode: fsdp in the checkpoint, ddp now", "world: 4 in the checkpoint, 2 now"],
+        ),
+    ],
+)
+def test_another_crew_is_told_where_the_checkpoint_says_who_it_was(
+    was: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "read_about", lambda _: was)
+    now = crew({"mode": "ddp"}, world=2)
+    assert resume.other_crew(resume.ResumePoint(Path("step_00000001"), None), now) == expected
+
+
 def test_a_run_carries_its_label_and_another_thread_count_is_told(in_dir: Path, lockstep: Cli) -> None:
     """Banner, first event, checkpoint and `status` say the same; a resume with another count names both."""
     label = "bit-reproducible on this kind of CPU with 1 thread"

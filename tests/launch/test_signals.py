@@ -110,7 +110,8 @@ def test_hangup(tmp_path: Path, trials: int, nohup: bool) -> None:
         run = tmp_path / str(number)
         how = ["nohup"] if nohup else ["env", "--default-signal=HUP"]  # whatever the tests themselves ignore
         command = [*how, *LAUNCHER, "2", str(run)]
-        job = harness.start(command, cwd=ROOT, STUB_OPTIONS="steps=40")
+        steps = 40 if nohup else 5000  # the first worker is not done before the other has begun
+        job = harness.start(command, cwd=ROOT, STUB_OPTIONS=f"steps={steps}")
         job.wait_for("[GPU1] Step [1]")
         job.wait_for("[GPU0] Step [1]")
         job.send(signal.SIGHUP)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.errors import ExitCode, Stopped
-from lockstep.runtime.signals import EXIT_CODES, StopRequest, listening
+from lockstep.runtime.signals import EXIT_CODES, StopRequest, behind, listening
 
 CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,
@@ -105,3 +105,10 @@ def test_a_thread_cannot_listen_and_does_not_fail() -> None:
 
 def test_every_signal_has_a_code_here() -> None:
     assert EXIT_CODES == CODES
+
+
+@pytest.mark.parametrize("asked", [Stopped("stopped by SIGTERM", exit_code=ExitCode.TERMINATED), None])
+def test_a_stop_is_found_behind_errors_also_where_their_chain_is_a_ring(asked: Stopped | None) -> None:
+    first, later = ValueError("first"), RuntimeError("later")
+    first.__cause__, later.__cause__, later.__context__ = later, asked or first, asked
+    assert behind(first) is asked

@@ -205,7 +205,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         progress=progress,
         batches=iter(loader),
         validation=make_validation(plan, prepared, group, batch_rows=about["batch_rows"]),
-        saver=make_saver(plan, run, prepared, stepper),
+        saver=make_saver(plan, run, prepared, stepper, begin=progress.step),
         sinks=sinks,
         stop=stop,
         faults=stepper.faults,
@@ -236,8 +236,8 @@ def with_words(plan: Plan, prepared: Prepared) -> Plan:
     return replace(plan, objective=objective)
 
 
-def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper) -> Saver:
-    """Who saves this run, alone or in shards, while training goes on."""
+def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper, *, begin: int) -> Saver:
+    """Who saves this run from step `begin` on, alone or in shards, while training goes on."""
     checkpointer = Checkpointer(
         run.checkpoints,
         keep_last=plan.config.checkpoint.keep_last,
@@ -246,6 +246,7 @@ def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper) ->
         sharded=isinstance(stepper.exchange, Sharded),
         writes=getattr(stepper.exchange, "writes", True),
     )
+    checkpointer.go_on(begin)
     saver = Saver(checkpointer, Snapshot(plan.device))
     stepper.before_change = saver.snapshot.before_change
     return saver

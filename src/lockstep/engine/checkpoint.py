@@ -69,6 +69,7 @@ class Checkpointer:
         self.room = Room(folder)  # for what this rank writes
         self.need_bytes = 0  # of the whole checkpoint, by all ranks
         self.writers = [0]
+        self.passed_over = set[Path]()  # they lie there, and count for nothing
         if sharded:
             check_common(folder, self.group)
             self.writers = [rank for rank, writing in enumerate(self.group.gather(writes)) if writing]
@@ -81,6 +82,10 @@ class Checkpointer:
         else:
             self.group.together(lambda: self._save_whole(final, state))
         return final
+
+    def go_on(self, step: int) -> None:
+        """After `step` steps: later checkpoints were found damaged or spoilt, and no good one is forgotten for them."""
+        self.passed_over = {path for path in self.found() if _number(path) > step}
 
     def reserve(self, state: State, *, saves: int) -> None:
         """Before the first step: room for such a checkpoint, or the same refusal on all ranks, which all call it.
@@ -227,8 +232,10 @@ class Checkpointer:
         return {**told, "errno": getattr(error, "errno", None)}
 
     def _forget(self, newest: Path) -> None:
-        found = [path for path in self.found() if _number(path) <= _number(newest)]  # later ones were passed over
-        kept = [path for path in found if is_good(path, content=False)][-self.keep_last :]
+        self.passed_over.discard(newest)
+        found = self.found()
+        good = [path for path in found if path not in self.passed_over and is_good(path, content=False)]
+        kept = good[-self.keep_last :]
         for old in found[: found.index(kept[0])] if kept else []:
             shutil.rmtree(old, ignore_errors=True)
 

@@ -162,7 +162,7 @@ def other_crew(point: ResumePoint, current: Mapping[str, Any]) -> list[str]:
     found = [(f"system.{key}", old.get(key), new[key]) for key in ("mode", "deterministic")]
     if not old.get("deterministic") == new["deterministic"] == "canonical":
         found.append(("world", was.get("world"), current["world"]))
-    told = [f"{key}: {then} in the checkpoint, {now} now" for key, then, now in found if then != now]
+    told = [f"{key}: {then} in the checkpoint, {now} now" for key, then, now in found if then not in (None, now)]
     return told + other_bits(was, current)
 
 

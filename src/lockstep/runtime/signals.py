@@ -51,10 +51,14 @@ class StopRequest:
 
 def behind(error: BaseException) -> Stopped | None:
     """The request to stop that an error came of, if it did: it is raised wherever the process is, and some wrap it."""
+    chain: list[BaseException] = []
     seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, Stopped):
+    while seen is not None and seen not in chain:  # `raise first from later` closes a ring
+        if isinstance(seen, Stopped):
+            return seen
+        chain.append(seen)
         seen = seen.__cause__ or seen.__context__
-    return seen
+    return None
 
 
 @contextlib.contextmanager
