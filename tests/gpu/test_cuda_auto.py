@@ -11,31 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.load import load
 from lockstep.contracts import Batch
 from lockstep.engine import micro_batch
-from lockstep.engine.build import Assembled, assemble, plan
 from lockstep.engine.micro_batch import Attempts, Place, divisors
 from lockstep.engine.step import Stepper
 from lockstep.models import attention_timing
-from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, hardware, measured
-from lockstep.runtime.signals import StopRequest
-from tests.gates.training import flags, run
+from tests.gates.training import run
+from tests.gpu.ready import CUDA, MARKS, ready
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # the compiler has its own
-    pytest.mark.timeout(900),
-]
-CUDA = torch.device("cuda", 0)
-# Production width, one layer: 1.27 G parameters, about 105 KB of activations a token.
-WIDE: dict[str, Any] = {
-    "model.num_layers": 1, "training.eval_batches": 1, "training.max_steps": 2, "training.eval_interval": 0,
-    "training.save_interval": 0, "data.dataset_name": "builtin", "data.tokenizer_name": "bytes", "data.num_workers": 0,
-    "system.device": "cuda", "training.precision": "bf16",
-}  # fmt: skip
+pytestmark = MARKS
 TINY: dict[str, Any] = {
     "system.device": "cuda", "training.batch_size": "auto:3", "training.grad_accum_nums": 4, "training.max_steps": 6,
     "training.context_length": 128, "training.save_interval": 3, "training.eval_interval": 3, "model.dropout": 0.1,
@@ -53,14 +38,6 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared_cache: Path) 
     yield
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def ready(folder: Path, settings: dict[str, Any]) -> Assembled:
-    """A run up to its first step."""
-    planned = plan(load("llama", preset="production", flags=flags({**WIDE, **settings})), CUDA)
-    made = assemble(planned, RunDir(folder), point=None, sinks=[], stop=StopRequest())
-    made.loader.close()
-    return made
 
 
 def test_the_micro_batch_that_is_found_is_the_largest_that_fits(

@@ -11,31 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.load import load
 from lockstep.engine import clocked
-from lockstep.engine.build import Assembled, assemble, plan
+from lockstep.engine.build import Assembled
 from lockstep.engine.compile_choice import SLOWER
 from lockstep.models import block_timing
 from lockstep.models.block_timing import BlockWork, milliseconds
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import resolve
-from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, hardware, measured
-from lockstep.runtime.signals import StopRequest
-from tests.gates.training import flags, run
+from tests.gates.training import run
+from tests.gpu.ready import CUDA, MARKS, ready
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # the compiler has its own
-    pytest.mark.timeout(900),
-]
-CUDA = torch.device("cuda", 0)
-RUN: dict[str, Any] = {
-    "model.num_layers": 1, "training.eval_batches": 1, "training.max_steps": 2, "training.eval_interval": 0,
-    "training.save_interval": 0, "data.dataset_name": "builtin", "data.tokenizer_name": "bytes", "data.num_workers": 0,
-    "system.device": "cuda", "training.precision": "bf16", "training.batch_size": 4, "training.grad_accum_nums": 1,
-}  # fmt: skip
+pytestmark = MARKS
+FOUR_ROWS = {"training.batch_size": 4, "training.grad_accum_nums": 1}
 NARROW = {
     "model.hidden_size": 256, "model.intermediate_size": 512, "model.num_attention_heads": 4, "model.head_dim": 64,
     "model.num_key_value_heads": 2, "model.vocab_size": 512, "training.context_length": 512,
@@ -68,14 +56,12 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared_cache: Path) 
     hardware.let_go(CUDA)
 
 
-def ready(folder: Path, settings: dict[str, Any]) -> tuple[Assembled, str, float]:
+def begun(folder: Path, settings: dict[str, Any]) -> tuple[Assembled, str, float]:
     """A run up to its first step, what it says of the compiler, and how long that took."""
-    planned = plan(load("llama", preset="production", flags=flags({**RUN, **settings})), CUDA)
     since = time.perf_counter()
-    made = assemble(planned, RunDir(folder), point=None, sinks=[], stop=StopRequest())
+    made = ready(folder, {**FOUR_ROWS, **settings})
     taken = time.perf_counter() - since
-    made.loader.close()
-    return made, next(notice for notice in made.built.notices if notice.startswith("compile")), taken
+    return made, next((notice for notice in made.built.notices if notice.startswith("compile")), ""), taken
 
 
 def work_of(options: ModelOptions, attention: str, *, length: int = 512, **changed: Any) -> BlockWork:
@@ -106,7 +92,7 @@ def test_what_is_printed_is_true_and_is_remembered(
         return taken
 
     monkeypatch.setattr(block_timing, "milliseconds", timed)
-    made, line, whole = ready(tmp_path / "one", settings)
+    made, line, whole = begun(tmp_path / "one", settings)
     print(f"{line}; to measure took {seconds[0]:.1f} s compiled, {seconds[1]:.1f} s as it is; start {whole:.1f} s")
     assert [compiled for _, compiled, _ in timings] == [True, False]
     compiled, plain = (taken for _, _, taken in timings)
@@ -126,7 +112,7 @@ def test_what_is_printed_is_true_and_is_remembered(
     monkeypatch.setattr(block_timing, "milliseconds", lambda *_, **__: pytest.fail("it is known"))
     del made, blocks
     hardware.let_go(CUDA)
-    _, second, taken = ready(tmp_path / "two", settings)
+    _, second, taken = begun(tmp_path / "two", settings)
     assert second == line.replace("measured now", f"measured {measured.today()}")
     print(f"the second start took {taken:.1f} s")
 
@@ -153,11 +139,9 @@ def test_a_block_that_does_not_fit_gives_its_memory_back(tmp_path: Path, monkeyp
         assert held() <= before + (1 << 20)
     real = milliseconds
     monkeypatch.setattr(block_timing, "milliseconds", lambda _, *where, **how: real(large, *where, **how))
-    planned = plan(load("llama", preset="production", flags=flags({**RUN, **NARROW})), CUDA)
-    made = assemble(planned, RunDir(tmp_path), point=None, sinks=[], stop=StopRequest())
-    made.loader.close()
+    made, line, _ = begun(tmp_path, NARROW)
     assert made.built.compiled, "as without a clock"
-    assert not [notice for notice in made.built.notices if notice.startswith("compile")]
+    assert not line
 
 
 @pytest.mark.parametrize("given", ["on", "off"])
