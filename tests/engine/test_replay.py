@@ -317,7 +317,7 @@ def test_a_learning_rate_that_is_far_too_high(broken: Any, monkeypatch: pytest.M
 
 def test_a_learning_rate_that_fp16_shows_first(broken: Any) -> None:
     """In fp32 the step is finite, and its loss says that the weights were lost. Control: it had always been so."""
-    finding = broken("", **{"training.precision": "fp16", "training.learning_rate": 3.0, "model.dropout": 0.0})
+    finding = broken("", **{"training.precision": "fp16", "training.learning_rate": 30.0, "model.dropout": 0.0})
     said = brought_back(finding)
     assert said.startswith(f"learning rate: the loss had grown from {finding.history[0]['loss']:.4g} to ")
 
