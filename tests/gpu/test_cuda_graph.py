@@ -308,7 +308,7 @@ def test_the_documented_agent_trains_in_four_minutes(tmp_path: Path, capsys: pyt
     assert found["as it is", ALWAYS] < 1.05 * found["as it is", NEVER]
     if "H200" in torch.cuda.get_device_name():
         assert auto <= DUE_SECONDS
-        assert found["deterministic", ALWAYS] <= DUE_SECONDS
+    assert found["deterministic", ALWAYS] <= 1.1 * found["as it is", ALWAYS]  # nearly as fast
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

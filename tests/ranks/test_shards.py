@@ -18,6 +18,7 @@ from lockstep.engine.checkpoint import MODEL, OPTIMIZER, RUN, Checkpointer, chec
 from lockstep.errors import DataError, LockstepError
 from lockstep.health.fingerprint import digest_model
 from lockstep.runtime.group import Group
+from lockstep.runtime.parallel import local
 from tests.ranks.pool import Pool
 from tests.ranks.sharding import assembled, resave, train
 
@@ -127,6 +128,29 @@ def test_one_full_disk_is_everyones_failure_and_loses_nothing(ranks: Pool, tmp_p
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
     assert Checkpointer(tmp_path / "checkpoints").latest() == tmp_path / SECOND
     assert ranks(3, save_with_a_full_disk, tmp_path, 7)[0][0] == "saved"  # nobody's disk is full
+
+
+def save_with_a_nan(group: Group, folder: Path, bad_rank: int) -> None:
+    """A second save, of weights of which one rank's part has a number that is none."""
+    made, _ = assembled(group, folder, mode("fsdp"), folder / SECOND)
+    made.loader.close()
+    made.parts.progress.step += 1
+    made.parts.stepper.optimizer.applied += 1
+    if group.rank == bad_rank:
+        local(next(made.parts.stepper.model.parameters()).detach()).view(-1)[-1] = float("nan")
+    from lockstep.engine import loop
+
+    loop.save(made.parts, "")
+
+
+@pytest.mark.parametrize("bad_rank", [0, 2, 7])
+def test_what_is_not_finite_on_one_rank_is_marked_for_all(ranks: Pool, tmp_path: Path, bad_rank: int) -> None:
+    """And nobody goes on from it; where there is no such rank, from the last one."""
+    ranks(3, train, tmp_path, mode("fsdp"))
+    ranks(3, save_with_a_nan, tmp_path, bad_rank)
+    third = tmp_path / "checkpoints/step_00000003"
+    assert rundir.read_json(third / RUN).get(rundir.SPOILT, False) == (bad_rank < 3)
+    assert Checkpointer(tmp_path / "checkpoints").latest() == (tmp_path / SECOND if bad_rank < 3 else third)
 
 
 def save_plain(group: Group, folder: Path, full: bool) -> str:

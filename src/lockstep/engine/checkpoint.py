@@ -1,7 +1,8 @@
 """Checkpoints that cannot be torn: a folder per save, a manifest with SHA-256 written last, one rename.
 
 A model in shards is saved by all ranks at once, each its pieces into the common temporary folder; rank 0 adds the index
-and the manifest. All ranks call `save` and have the same outcome: a path, or the same error.
+and the manifest. All ranks call `save` and have the same outcome: a path, or the same error. Weights that are not
+finite are marked, so that no run goes on from them, and no good ones are forgotten for them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lockstep.engine.shards import Stored, index_of, make_index, piece_file, pie
 from lockstep.errors import DataError, ExitCode, LockstepError, OutputError
 from lockstep.runtime.group import Group
 from lockstep.runtime.marks import Marks, NoMarks
+from lockstep.runtime.parallel import local
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +159,7 @@ class Checkpointer:
                 for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
                     save_file(dict(tensors), folder / file)
                     self._beat()
-                self._write_rest(folder, state)
+                self._write_rest(folder, state, finite=are_finite(state.model.values()))
         except (OSError, SafetensorError) as error:
             raise self._failed(error, final) from error
         self._forget(final)
@@ -189,7 +191,7 @@ class Checkpointer:
         if not self.writes:
             return {}
         number = self.writers.index(self.group.rank) + 1
-        said: dict[str, Any] = {"files": {}}
+        said: dict[str, Any] = {"files": {}, "finite": are_finite(state.model.values())}
         try:
             for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
                 path = staged / piece_file(file, number, len(self.writers))
@@ -206,14 +208,15 @@ class Checkpointer:
             for file in KINDS:
                 index = make_index([said[file] for said in written if file in said])
                 (staged / index_of(file)).write_text(json.dumps(index) + "\n", encoding="utf-8")
-            self._write_rest(staged, state)
+            self._write_rest(staged, state, finite=all(said.get("finite", True) for said in written))
             rundir.publish(staged, final, known=known, beat=self._beat)
         except OSError as error:
             raise self._failed(error, final) from error
         self._forget(final)
 
-    def _write_rest(self, folder: Path, state: State) -> None:
-        (folder / RUN).write_text(json.dumps(state.run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    def _write_rest(self, folder: Path, state: State, *, finite: bool) -> None:
+        run = state.run if finite else {**state.run, rundir.SPOILT: True}
+        (folder / RUN).write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         for name, content in self.extra_files.items():
             (folder / name).write_bytes(content)
 
@@ -298,6 +301,14 @@ def is_good(path: Path, *, content: bool = True) -> bool:
         logger.warning("Checkpoint passed over: %s: %s", error.where, error.what)
         return False
     return True
+
+
+@torch.no_grad()
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether there is no NaN and no infinity in what lies here of them."""
+    parts = [part for tensor in tensors if (part := local(tensor)).numel()]
+    ends = [end.double() for part in parts for end in torch.aminmax(part)]
+    return not ends or bool(torch.isfinite(torch.stack(ends)).all())
 
 
 def check_not_spoilt(path: Path) -> None:

@@ -7,16 +7,14 @@ import logging
 import math
 import time
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 
 from lockstep.engine import agent_files, drift, legacy, results, unseen
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
 from lockstep.engine.saving import Export
-from lockstep.engine.state import capture, is_finite
+from lockstep.engine.state import capture
 from lockstep.errors import ExitCode, LockstepError
-from lockstep.rundir import SPOILT
 from lockstep.runtime import env
 
 logger = logging.getLogger(__name__)
@@ -130,8 +128,7 @@ def save(parts: Parts, name: str, *, plain: bool = False, aside: bool = False) -
     """Publish a checkpoint, and the documented .pt file called `name` where one is wanted. All ranks call it.
 
     Without a name only the checkpoint; `plain`: the same layout for every family. `aside`: training goes on meanwhile,
-    and `land` tells how it ended. Weights that differ from rank to rank are not saved; those that are not finite are
-    marked, so that no run goes on from them, and no good ones are forgotten for them.
+    and `land` tells how it ended. Weights that differ from rank to rank are not saved.
     """
     if not parts.saves:
         return
@@ -140,8 +137,6 @@ def save(parts: Parts, name: str, *, plain: bool = False, aside: bool = False) -
     parts.checkpointer.room.lasting &= aside  # the last save needs no room after it
     drift.check(parts)
     state = capture(parts.stepper, parts.progress, parts.about)
-    if any(parts.council.group.gather(not is_finite(state.model.values()))):
-        state = replace(state, run={**state.run, SPOILT: True})
     room = aside and all(parts.council.group.gather(parts.saver.has_room(state, ranks=env.detect().local_world)))
     copy = room or parts.saver.snapshot.is_kept  # which a GPU fills faster than any other memory
     parts.saver.begin(parts.progress.step, state, export=_export(parts, name, plain=plain), copy=copy)

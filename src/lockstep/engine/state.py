@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,6 @@ def capture(stepper: Stepper, progress: Progress, about: Mapping[str, Any]) -> S
         "about": dict(about),
     }
     return State({name: parameter.detach() for name, parameter in parameters.items()}, moments, run)
-
-
-@torch.no_grad()
-def is_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether there is no NaN and no infinity in what lies here of them. Waits for the device, once."""
-    parts = [part for tensor in tensors if (part := local(tensor)).numel()]
-    ends = [end.double() for part in parts for end in torch.aminmax(part)]
-    return not ends or bool(torch.isfinite(torch.stack(ends)).all())
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

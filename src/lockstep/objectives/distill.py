@@ -200,13 +200,14 @@ def _score(logits: Sequence[Tensor], targets: Sequence[Tensor], smoothing: float
     total, right = torch.zeros((), device=targets[0].device), torch.ones_like(targets[0], dtype=torch.bool)
     for logits_BLC, targets_BL in zip(logits, targets, strict=True):
         wide_BLC = logits_BLC if logits_BLC.dtype == torch.float64 else logits_BLC.float()
-        total = total + F.cross_entropy(
+        losses_N = F.cross_entropy(
             wide_BLC.flatten(0, 1),
             targets_BL.flatten(),
-            reduction="sum",
+            reduction="none",  # whose kernels use the whole card; those that sum too have one block
             label_smoothing=smoothing,
             ignore_index=UNKNOWN,
         )
+        total = total + losses_N.sum()
         right = right & (logits_BLC.argmax(-1) == targets_BL)
     return Score(total, right.sum())
 
