@@ -94,7 +94,9 @@ def test_the_documented_file_holds_whole_tensors(ranks: Pool, tmp_path: Path) ->
 # --------------------------------------------------------------------------------------------- all or none
 
 
-def save_with_a_full_disk(group: Group, folder: Path, full_rank: int) -> tuple[str, int, bool]:
+def save_with_a_full_disk(
+    group: Group, folder: Path, full_rank: int, doing: str = "write_pieces"
+) -> tuple[str, int, bool]:
     """A second save during which one rank's disk is full: (the error, its code, whether it is another rank's)."""
     made, _ = assembled(group, folder, mode("fsdp"), folder / SECOND)
     made.loader.close()
@@ -107,7 +109,7 @@ def save_with_a_full_disk(group: Group, folder: Path, full_rank: int) -> tuple[s
 
     with pytest.MonkeyPatch.context() as patch:
         if full_rank == group.rank:
-            patch.setattr(checkpoint, "write_pieces", full)
+            patch.setattr(checkpoint, doing, full)
         if full_rank == -1 and group.rank == 0:  # everyone's pieces are written, the manifest is not
             patch.setattr(rundir, "seal", full)
         try:
@@ -119,8 +121,8 @@ def save_with_a_full_disk(group: Group, folder: Path, full_rank: int) -> tuple[s
 
 def test_one_full_disk_is_everyones_failure_and_loses_nothing(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, train, tmp_path, mode("fsdp"))
-    for full_rank, teller in ((1, 1), (0, 0), (-1, 0)):
-        outcomes = ranks(3, save_with_a_full_disk, tmp_path, full_rank)
+    for full_rank, teller, doing in ((1, 1, "write_pieces"), (0, 0, "write_pieces"), (-1, 0, ""), (2, 2, "are_finite")):
+        outcomes = ranks(3, save_with_a_full_disk, tmp_path, full_rank, doing)
         assert {(text, code) for text, code, _ in outcomes} == {(outcomes[0][0], 74)}
         assert "No space left on device" in outcomes[0][0]
         assert [not secondary for _, _, secondary in outcomes] == [rank == teller for rank in range(3)]

@@ -191,8 +191,9 @@ class Checkpointer:
         if not self.writes:
             return {}
         number = self.writers.index(self.group.rank) + 1
-        said: dict[str, Any] = {"files": {}, "finite": are_finite(state.model.values())}
+        said: dict[str, Any] = {"files": {}}
         try:
+            said["finite"] = are_finite(state.model.values())
             for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
                 path = staged / piece_file(file, number, len(self.writers))
                 said[file] = write_pieces(tensors, path, first=number == 1)
