@@ -43,7 +43,7 @@ class InPlace(Checkpointer):
             for file in checkpoint.KINDS:
                 index = checkpoint.make_index([said[file] for said in written])
                 rundir.write_json(staged / checkpoint.index_of(file), index)
-            self._write_rest(staged, state)
+            self._write_rest(staged, state, finite=True)
             (staged / rundir.MANIFEST).unlink(missing_ok=True)
             rundir.seal(staged)
 
@@ -93,10 +93,13 @@ def _rank(rank: int, saver: str, folder: Path, port: str) -> int:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     group: Group = join(detect(), torch.device("cpu"), timeout_seconds=20)
     mesh = init_device_mesh("cpu", (WORLD,))
-    checkpointer = SAVERS[saver](folder, group=group, sharded=True)
-    for step in range(1, 1000):
-        checkpointer.save(step, state_of(step, mesh))
-        _say(f"saved {rank} {step}")
+    try:
+        checkpointer = SAVERS[saver](folder, group=group, sharded=True)
+        for step in range(1, 1000):
+            checkpointer.save(step, state_of(step, mesh))
+            _say(f"saved {rank} {step}")
+    except Exception as error:
+        _say(f"failed {rank} {error!r}".replace("\n", " "))
     os._exit(0)
 
 
@@ -129,6 +132,7 @@ def kills(server: subprocess.Popen[str], count: int, root: Path, saver: str) -> 
         acknowledged, pids = 0, list[int]()
         while not acknowledged or not pids:
             kind, *numbers = server.stdout.readline().split()
+            assert kind != "failed", numbers
             if kind == "pids":
                 pids = [int(number) for number in numbers]
             else:
@@ -140,7 +144,8 @@ def kills(server: subprocess.Popen[str], count: int, root: Path, saver: str) -> 
         server.stdin.write("reap\n")
         server.stdin.flush()
         while (words := server.stdout.readline().split())[0] != "dead":
-            acknowledged = max(acknowledged, int(words[2]))
+            if words[0] == "saved":  # the other one may fail before it is killed
+                acknowledged = max(acknowledged, int(words[2]))
         yield folder, acknowledged
 
 
