@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lockstep.kernels import products
+
 IGNORE = -100  # a target that is none
 _AHEAD: ContextVar[float] = ContextVar("what sums are multiplied by before their backward pass", default=1.0)
 
@@ -173,7 +175,7 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     for start in range(0, x_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         x_CD, scale_C = x_low_ND[rows], scale_N[rows]
-        logits_CV = F.linear(x_CD, weight_low_VD, bias_low_V)
+        logits_CV = _logits(x_CD, weight_low_VD, bias_low_V)
         losses_C, delta_CV = take_rows(logits_CV, targets_N[rows], scale_C, peak, wants_gradient=any(wanted))
         total += losses_C.sum()
         if delta_CV is None:
@@ -182,14 +184,19 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
             grad_bias_V += delta_CV.sum(0, dtype=wide)
         delta_CV = delta_CV.to(dtype)
         if grad_x_ND is not None:
-            grad_x_ND[rows] = delta_CV @ weight_low_VD if peak is None else (delta_CV @ weight_low_VD) * peak
+            grad_x_CD = products.multiply(delta_CV, weight_low_VD)
+            grad_x_ND[rows] = grad_x_CD if peak is None else grad_x_CD * peak
         if wanted[1]:
-            grad_weight_VD = _with_product(grad_weight_VD, delta_CV.T, x_CD, wide)
+            grad_weight_VD = products.multiply(delta_CV.T, x_CD, result=wide, total=grad_weight_VD)
     if grad_weight_VD is not None:
         grad_weight_VD = _times(grad_weight_VD, peak).to(weight_VD.dtype)
     if grad_bias_V is not None and bias_V is not None:
         grad_bias_V = _times(grad_bias_V, peak).to(bias_V.dtype)
     return total, grad_x_ND, grad_weight_VD, grad_bias_V
+
+
+def _logits(x_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    return products.multiply(x_CD, weight_VD.T) if bias_V is None else F.linear(x_CD, weight_VD, bias_V)
 
 
 Taken = tuple[Tensor, Tensor | None]  # weighted losses of rows, and the gradient of their logits
@@ -220,16 +227,6 @@ def _rows_on_gpu(
     gradient_factor = ahead if wants_gradient else None
     losses_C = take_rows(logits_CV, targets_C.contiguous(), scales_C, ignored=IGNORE, gradient_factor=gradient_factor)
     return losses_C if peak is None else losses_C * peak, logits_CV if wants_gradient else None
-
-
-def _with_product(total: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
-    """total + left @ right, in the total's memory; a GPU multiplies halves and adds in fp32 by itself."""
-    if left.device.type != "cuda" or left.dtype == wide:
-        product = (left @ right).to(wide)
-        return product if total is None else total.add_(product)
-    if total is None:
-        return torch.mm(left, right, out_dtype=wide)
-    return torch.addmm(total, left, right, out_dtype=wide, out=total)
 
 
 def _times(total: Tensor, peak: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.kernels import products
 from lockstep.models import attention, float8, hf, initialise, lora, microbert
 from lockstep.models.agent import Agent
 from lockstep.models.encoder import Encoder
@@ -160,6 +161,10 @@ def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
+    if torch.cuda.is_available() and products.is_for(torch.device("cuda", torch.cuda.current_device())):
+        from lockstep.kernels import product_pass
+
+        product_pass.install()
     if isinstance(model, Agent):
         how.setdefault("dynamic", False)  # all regions but the last are equally long: two lengths, each as it is
     torch.compiler.set_stance("default")  # masked diffusion that was trained here before may have left another

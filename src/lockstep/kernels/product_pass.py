@@ -1,0 +1,72 @@
+"""Large products of compiled blocks are those of `products`: a pass over the graphs that the compiler makes.
+
+The gradient of a weight is asked for in fp32 where the graph widens it: the sum is in fp32 anyway, so that it is not
+rounded to bf16 on the way, nor written, read and written again. Import this only where something is compiled: it loads
+the compiler.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from lockstep.kernels import products
+
+FILES = tuple(str(Path(products.__file__).with_name(name)) for name in ("products.py", "product_pass.py"))
+
+
+@torch.library.custom_op("lockstep::product", mutates_args=())
+def product(first: Tensor, second: Tensor, widened: bool) -> Tensor:
+    """first @ second, in fp32 where it is to be widened."""
+    return products.multiply(first, second, result=torch.float32 if widened else first.dtype)
+
+
+@product.register_fake
+def _(first: Tensor, second: Tensor, widened: bool) -> Tensor:
+    return first.new_empty(first.shape[0], second.shape[1], dtype=torch.float32 if widened else first.dtype)
+
+
+class ProductPass(CustomGraphPass):
+    """Puts them in; what it does follows from its own text, by which the compiler's cache knows it."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+            if _is_large(node):
+                widening = _widening(node)
+                node.target, node.args = torch.ops.lockstep.product.default, (*node.args, widening is not None)
+                if widening is not None:
+                    node.meta["val"] = widening.meta["val"]
+                    widening.replace_all_uses_with(node)
+                    graph.erase_node(widening)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files(FILES, extra=str(products.LEAST_FLOPS))
+
+
+def install() -> None:
+    """For all that is compiled in this process from now on, unless somebody has a pass of their own there."""
+    if inductor.post_grad_custom_post_pass is None:
+        inductor.post_grad_custom_post_pass = ProductPass()
+
+
+def _is_large(node: Node) -> bool:
+    first, second = (each.meta["val"] for each in node.args if isinstance(each, Node))
+    rows, inner, columns = *first.shape, second.shape[1]
+    return (
+        first.dtype == torch.bfloat16
+        and all(isinstance(size, int) for size in (rows, inner, columns))  # of any length: each would be looked up anew
+        and products.is_large(rows, inner, columns)
+    )
+
+
+def _widening(node: Node) -> Node | None:
+    """The node that takes this one to fp32, if nothing else takes it."""
+    (user, *others) = node.users
+    if others or user.target is not torch.ops.prims.convert_element_type.default or user.args[1] != torch.float32:
+        return None
+    return user

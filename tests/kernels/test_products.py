@@ -1,0 +1,330 @@
+"""Large products: the rule, the plain reference, what is torch's, the pass over compiled graphs.
+
+The library is a stand-in that multiplies what lies at the addresses it is given; the real one: tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lockstep.kernels import cublaslt, products
+from lockstep.kernels.cublaslt import Kernel, Matrix
+from lockstep.kernels.products import EVEN, SLIM, WIDE
+
+BF16, FP32 = torch.bfloat16, torch.float32
+OTHER = Kernel(23, 4, 3)
+
+
+def by_rows(rows: int, columns: int) -> Matrix:
+    return Matrix(rows, columns, columns, 1)
+
+
+def by_columns(rows: int, columns: int) -> Matrix:
+    return Matrix(rows, columns, 1, rows)
+
+
+class StandIn:
+    """cublasLt's functions that are called: column by column, as the library counts."""
+
+    def __init__(self, kernels: tuple[Kernel, ...]) -> None:
+        self.kernels = kernels
+        self.made: dict[int, Any] = {}
+        self.destroyed: list[int] = []
+        self.ran: list[Kernel] = []
+
+    def _new(self, place: Any, thing: Any) -> int:
+        place._obj.value = number = 1 + len(self.made)
+        self.made[number] = thing
+        return 0
+
+    def cublasLtCreate(self, place: Any) -> int:
+        return self._new(place, "handle")
+
+    def cublasLtMatmulDescCreate(self, place: Any, _sums: int, _scale: int) -> int:
+        return self._new(place, {})
+
+    def cublasLtMatmulDescSetAttribute(self, described: Any, attribute: int, value: Any, _size: Any) -> int:
+        self.made[described.value][attribute] = value._obj.value
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, place: Any, kind: int, rows: Any, columns: Any, step: Any) -> int:
+        return self._new(place, (kind, rows.value, columns.value, step.value))
+
+    def cublasLtMatmulPreferenceCreate(self, place: Any) -> int:
+        return self._new(place, "preference")
+
+    def cublasLtMatmulPreferenceSetAttribute(self, *_given: Any) -> int:
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *given: Any) -> int:
+        found, count = given[-2:]
+        for place, number in zip(found, range(len(self.kernels)), strict=False):
+            place.algorithm[0] = number
+        count._obj.value = len(self.kernels)
+        return 0
+
+    def cublasLtMatmulAlgoConfigGetAttribute(self, algorithm: Any, attribute: int, value: Any, *_rest: Any) -> int:
+        value._obj.value = self.kernels[algorithm._obj[0]][{1: 0, 5: 1, 8: 2}[attribute]]
+        return 0
+
+    def _gone(self, thing: Any) -> int:
+        self.destroyed.append(thing.value)
+        return 0
+
+    cublasLtMatmulDescDestroy = cublasLtMatrixLayoutDestroy = cublasLtMatmulPreferenceDestroy = _gone
+
+    def _read(self, address: Any, layout: Any) -> Tensor:
+        """The matrix, (rows, columns), from memory where columns follow each other."""
+        kind, rows, columns, step = self.made[layout.value]
+        dtype = {0: FP32, 14: BF16}[kind]
+        memory = (ctypes.c_byte * (((columns - 1) * step + rows) * dtype.itemsize)).from_address(address.value)
+        return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (1, step))
+
+    def cublasLtMatmul(self, *given: Any) -> int:
+        _, described, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, *_ = given
+        turned = self.made[described.value]
+        left, right = self._read(a, a_layout).float(), self._read(b, b_layout).float()
+        left, right = (left.T if turned[3] else left), (right.T if turned[4] else right)
+        kept = beta._obj.value * self._read(c, c_layout).float() if beta._obj.value else 0.0
+        self._read(d, d_layout).copy_(alpha._obj.value * (left @ right) + kept)
+        self.ran.append(self.kernels[algorithm._obj[0]])
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A card of the right kind whose library proposes the rule's kernels, but never first; all products are large."""
+    made = StandIn((OTHER, WIDE, EVEN, SLIM))
+    monkeypatch.setattr(cublaslt, "_library", lambda: made)
+    monkeypatch.setattr(cublaslt, "_handle", lambda _device: ctypes.c_void_p(1))
+    monkeypatch.setattr(cublaslt, "ALIGNED", 16)
+    monkeypatch.setattr(products, "is_for", lambda _device: True)
+    monkeypatch.setattr(products, "LEAST_FLOPS", 0.0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
+    products._chosen.cache_clear()
+    yield made
+    products._chosen.cache_clear()
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "result", "kernel"),
+    [
+        (by_rows(32768, 4096), by_columns(4096, 14336), BF16, SLIM),  # forward, into many columns
+        (by_rows(32768, 4096), by_columns(4096, 4096), BF16, EVEN),
+        (by_rows(32768, 14336), by_columns(14336, 4096), BF16, WIDE),  # a long sum
+        (by_rows(32768, 4096), by_rows(4096, 14336), BF16, EVEN),  # the gradient of what went in
+        (by_rows(8192, 128256), by_rows(128256, 4096), BF16, WIDE),
+        (by_columns(14336, 32768), by_rows(32768, 4096), FP32, WIDE),  # the gradient of a weight
+        (by_columns(128256, 8192), by_rows(8192, 4096), FP32, WIDE),
+    ],
+)
+def test_the_rule(first: Matrix, second: Matrix, result: torch.dtype, kernel: Kernel) -> None:
+    assert products.preferred(first, second, result)[0] == kernel
+
+
+def factors(turned: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    first, second = torch.randn(24, 16, dtype=BF16), torch.randn(16, 40, dtype=BF16)
+    return (
+        first.T.contiguous().T if "first" in turned else first,
+        second.T.contiguous().T if "second" in turned else second,
+    )
+
+
+@pytest.mark.parametrize("turned", ["", "first", "second", "first and second"])
+@pytest.mark.parametrize("result", [BF16, FP32])
+def test_the_library_is_told_how_matrices_lie(library: StandIn, turned: str, result: torch.dtype) -> None:
+    first, second = factors(turned)
+    wanted = first.double() @ second.double()
+    got = products.multiply(first, second, result=result)
+    assert got.dtype == result
+    assert distance(got, wanted) < (4e-3 if result == BF16 else 1e-6)
+    assert library.ran == [WIDE if result == FP32 else EVEN]
+    total = torch.ones(24, 40)
+    assert products.multiply(first, second, total=total) is total
+    assert distance(total, wanted + 1) < 1e-6
+
+
+def test_rows_with_gaps_between_them(library: StandIn) -> None:
+    room = torch.randn(24, 32, dtype=BF16)
+    first, second = room[:, :16], factors("second")[1]
+    assert distance(products.multiply(first, second), first.double() @ second.double()) < 4e-3
+    assert library.ran == [EVEN]
+
+
+def askew(first: Tensor, second: Tensor) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+    room = torch.randn(30, 48, dtype=BF16)
+    return {
+        "an odd address": lambda: (room.flatten()[1 : 1 + 24 * 16].view(24, 16), second),
+        "an odd step": lambda: (torch.randn(24, 17, dtype=BF16)[:, :16], second),
+        "every second column": lambda: (room[:24, ::2][:, :16], second),
+        "one row for all": lambda: (first[:1].expand(24, 16), second),
+        "another type": lambda: (first.float(), second.float()),
+        "a wide one of another type": lambda: (first.half(), second.half()),
+    }
+
+
+@pytest.mark.parametrize("name", list(askew(*factors(""))))
+def test_what_is_torchs(library: StandIn, name: str) -> None:
+    first, second = askew(*factors(""))[name]()
+    assert torch.equal(products.multiply(first, second), first @ second)
+    assert library.ran == []
+
+
+def test_small_products_and_other_cards_are_torchs(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = factors("")
+    monkeypatch.setattr(products, "LEAST_FLOPS", 2.0 * 24 * 16 * 40 + 1)
+    products.multiply(first, second)
+    monkeypatch.setattr(products, "LEAST_FLOPS", 2.0 * 24 * 16 * 40)
+    monkeypatch.setattr(products, "is_for", lambda _device: False)
+    assert torch.equal(products.multiply(first, second), first @ second)
+    assert library.ran == []
+    monkeypatch.setattr(products, "is_for", lambda _device: True)
+    products.multiply(first, second)
+    assert library.ran == [EVEN]
+
+
+@pytest.mark.parametrize("proposed", [(), (OTHER,), (OTHER, SLIM)])
+def test_what_is_not_proposed_is_torchs(library: StandIn, proposed: tuple[Kernel, ...]) -> None:
+    library.kernels = proposed
+    first, second = factors("")
+    assert torch.equal(products.multiply(first, second), first @ second)
+    assert library.ran == []
+
+
+def test_descriptions_of_sizes_that_are_gone_are_freed(library: StandIn) -> None:
+    second = factors("")[1]
+    for rows in range(1, products.CACHED + 12):
+        products.multiply(torch.randn(rows, 16, dtype=BF16), second)
+    gone = len(library.destroyed) - products.CACHED - 11  # but for one preference of each
+    assert gone == 11 * 4  # a product and three matrices each
+
+
+def test_a_failure_of_the_library_is_told(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "cublasLtMatmul", lambda *_given: 14, raising=False)
+    with pytest.raises(RuntimeError, match="status 14"):
+        products.multiply(*factors(""))
+
+
+def test_no_card_no_library() -> None:
+    assert not products.is_for(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, FP32, BF16])
+def test_the_plain_product(dtype: torch.dtype) -> None:
+    first, second = (each.to(dtype) for each in factors("second"))
+    wide = torch.float64 if dtype == torch.float64 else FP32
+    wanted = first.double() @ second.double()
+    got = products.multiply(first, second, result=wide)
+    assert got.dtype == wide
+    assert distance(got, wanted) < 4e-3
+    total = torch.ones(24, 40, dtype=wide)
+    assert products.multiply(first, second, total=total) is total
+    assert torch.equal(total, got + 1)
+
+
+def traced(work: Callable[..., Any], *given: Tensor, symbolic: bool = False) -> Any:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return make_fx(work, select_decomp_table(), tracing_mode="symbolic" if symbolic else "fake")(*given)
+
+
+def passed_over(graph_module: Any) -> list[bool]:
+    """Whether each product that the pass put in is widened."""
+    from lockstep.kernels.product_pass import ProductPass
+
+    ProductPass()(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    nodes = graph_module.graph.find_nodes(op="call_function", target=torch.ops.lockstep.product.default)
+    return [node.args[2] for node in nodes]
+
+
+def backward(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As the compiler sees a layer's: the product, the gradient of what went in, that of an fp32 weight."""
+    return x @ weight.T, grad @ weight, (grad.T @ x).float()
+
+
+def test_the_pass_takes_large_products_and_widens_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(32, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16), torch.randn(32, 8, dtype=BF16)
+    graph = traced(backward, *given)
+    before = graph(*given)
+    assert passed_over(graph) == []  # none is large
+    monkeypatch.setattr(products, "LEAST_FLOPS", 2.0 * 32 * 16 * 8)
+    assert passed_over(graph) == [False, False, True]
+    asked: list[torch.dtype | None] = []
+    multiply = products.multiply
+
+    def watched(first: Tensor, second: Tensor, *, result: torch.dtype | None = None) -> Tensor:
+        asked.append(result)
+        return multiply(first.double(), second.double(), result=result)  # as a GPU sums: not rounded on its way
+
+    monkeypatch.setattr(products, "multiply", watched)
+    after = graph(*given)
+    assert asked == [BF16, BF16, FP32]
+    x, _, grad = (each.double() for each in given)
+    assert distance(after[2], grad.T @ x) < 1e-6 < distance(before[2], grad.T @ x)
+    for got, wanted in zip(after, before, strict=True):
+        assert got.dtype == wanted.dtype
+        assert distance(got, wanted) < 4e-3
+
+
+def shared(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    product = x @ weight.T
+    return product, product.float()
+
+
+def halved(x: Tensor, weight: Tensor) -> Tensor:
+    return (x @ weight.T).half()
+
+
+@pytest.mark.parametrize(
+    ("work", "dtype", "symbolic", "expected"),
+    [
+        (shared, BF16, False, [False]),  # somebody wants the rounded one as well
+        (halved, BF16, False, [False]),
+        (shared, FP32, False, []),
+        (shared, BF16, True, []),  # of any length
+    ],
+)
+def test_what_the_pass_leaves_alone(
+    monkeypatch: pytest.MonkeyPatch, work: Any, dtype: torch.dtype, symbolic: bool, expected: list[bool]
+) -> None:
+    monkeypatch.setattr(products, "LEAST_FLOPS", 0.0)
+    given = torch.randn(32, 16, dtype=dtype), torch.randn(8, 16, dtype=dtype)
+    graph = traced(work, *given, symbolic=symbolic)
+    assert passed_over(graph) == expected
+
+
+def test_the_pass_is_one_of_the_compilers_and_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    from lockstep.kernels import product_pass
+
+    monkeypatch.setattr(inductor, "post_grad_custom_post_pass", None)
+    product_pass.install()
+    ours: Any = inductor.post_grad_custom_post_pass
+    product_pass.install()
+    assert inductor.post_grad_custom_post_pass is ours
+    assert isinstance(ours, product_pass.ProductPass)
+    name = ours.uuid()
+    assert name == product_pass.ProductPass().uuid()
+    monkeypatch.setattr(products, "LEAST_FLOPS", 5.0)
+    assert ours.uuid() != name
+    somebodys = product_pass.ProductPass()
+    monkeypatch.setattr(inductor, "post_grad_custom_post_pass", somebodys)
+    product_pass.install()
+    assert inductor.post_grad_custom_post_pass is somebodys
