@@ -221,3 +221,22 @@ def test_the_families_are_commands_the_product_knows(name: str, families: Module
     assert config.training.grad_accum_nums == 1
     sizes = {"llada": (8, 4096), "bert": (128, 512), "ad": (512, 240), "full": (1, 8192)}
     assert (config.training.batch_size, config.training.context_length) == sizes[name]
+
+
+def test_a_rule_that_is_behind_torch_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    module = script("products")
+    assert (
+        module.verdict({"up": {"torch": 2.0, "rule": 1.9}, "down": {"torch": 2.0, "rule": 2.1}}) == 0
+    )  # up is twice as often
+    assert capsys.readouterr().out == "ok: of a step, torch 24.0 ms, the rule 23.6 ms\n"
+    assert module.verdict({"up": {"torch": 2.0, "rule": 2.0}}) == 1
+    assert capsys.readouterr().out.startswith("TOO SLOW: ")
+
+
+def test_products_of_a_step_are_all_of_the_large_ones() -> None:
+    """Their FLOPs are those of a step, but for keys and values, which are small."""
+    module, llama = script("products"), script("h200_llama")
+    counted = sum(2.0 * each.count * each.rows * each.inner * each.columns for each in module.STEP.values())
+    tokens, keys_and_values = 4 * 8192, 6.0 * 4 * 2 * llama.WIDTH * llama.KV_HEADS * llama.HEAD
+    attention = 12.0 * 4 * llama.HEADS * llama.HEAD * 8192
+    assert counted == tokens * (llama.flops_per_token(4, 8192) - attention - keys_and_values)
