@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lockstep.health.watch import OperationWatch, Surroundings
 from lockstep.kernels import cublaslt, products
 from lockstep.kernels.cublaslt import Kernel, Matrix
 from lockstep.kernels.products import EVEN, SLIM, WIDE
@@ -87,6 +90,7 @@ class StandIn:
         memory = (ctypes.c_byte * (((columns - 1) * step + rows) * dtype.itemsize)).from_address(address.value)
         return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (1, step))
 
+    @_disable_current_modes()  # nobody of torch's sees what a library does
     def cublasLtMatmul(self, *given: Any) -> int:
         _, described, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, *_ = given
         turned = self.made[described.value]
@@ -196,6 +200,44 @@ def test_small_products_and_other_cards_are_torchs(library: StandIn, monkeypatch
     assert library.ran == [EVEN]
 
 
+def overflowing() -> tuple[Tensor, Tensor]:
+    first, second = factors("")
+    first[3, 5] = second[5, 7] = 3e38
+    return first, second
+
+
+def watched(work: Callable[[], object]) -> list[str]:
+    """Which operations made the first number that is not finite, as a search for a NaN sees them."""
+    watch = OperationWatch(Surroundings(torch.nn.Module()), lambda: None)
+    with watch:
+        work()
+    return [origin.operation for origin in watch.made]
+
+
+def test_who_looks_for_a_nan_sees_the_product_that_made_it(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = overflowing()
+    assert watched(lambda: products.multiply(first, second)) == ["mm (aten.mm.default)"]
+    assert library.ran == []
+    monkeypatch.setattr(products, "_is_watched", lambda: False)
+    assert watched(lambda: products.multiply(first, second)) == []  # the control: a call of a library is not seen
+    assert library.ran == [EVEN]
+
+
+def test_who_watches_sees_an_operation_of_ours_as_a_whole(library: StandIn) -> None:
+    from lockstep.kernels import product_pass
+
+    first, second = overflowing()
+    assert watched(lambda: product_pass.product(first, second, False)) == ["product (lockstep.product.default)"]
+    assert library.ran == [EVEN]
+
+
+def test_tensors_without_memory_are_torchs(library: StandIn) -> None:
+    with FakeTensorMode() as mode:
+        first, second = (mode.from_tensor(each) for each in factors(""))
+        assert products.multiply(first, second, result=FP32).shape == (24, 40)
+    assert library.ran == []
+
+
 @pytest.mark.parametrize("proposed", [(), (OTHER,), (OTHER, SLIM)])
 def test_what_is_not_proposed_is_torchs(library: StandIn, proposed: tuple[Kernel, ...]) -> None:
     library.kernels = proposed
@@ -268,11 +310,11 @@ def test_the_pass_takes_large_products_and_widens_gradients(monkeypatch: pytest.
     asked: list[torch.dtype | None] = []
     multiply = products.multiply
 
-    def watched(first: Tensor, second: Tensor, *, result: torch.dtype | None = None) -> Tensor:
+    def asking(first: Tensor, second: Tensor, *, result: torch.dtype | None = None) -> Tensor:
         asked.append(result)
         return multiply(first.double(), second.double(), result=result)  # as a GPU sums: not rounded on its way
 
-    monkeypatch.setattr(products, "multiply", watched)
+    monkeypatch.setattr(products, "multiply", asking)
     after = graph(*given)
     assert asked == [BF16, BF16, FP32]
     x, _, grad = (each.double() for each in given)
@@ -307,6 +349,19 @@ def test_what_the_pass_leaves_alone(
     given = torch.randn(32, 16, dtype=dtype), torch.randn(8, 16, dtype=dtype)
     graph = traced(work, *given, symbolic=symbolic)
     assert passed_over(graph) == expected
+
+
+def test_the_pass_leaves_what_nobody_takes_and_what_nobody_describes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LEAST_FLOPS", 0.0)
+    given = torch.randn(32, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16)
+    graph = traced(halved, *given)
+    (product,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    with graph.graph.inserting_after(product):
+        unused = graph.graph.call_function(torch.ops.aten.mm.default, product.args)
+        unused.meta["val"] = product.meta["val"]
+        graph.graph.call_function(torch.ops.aten.mm.default, (product, product.args[1]))
+        del product.meta["val"]
+    assert passed_over(graph) == [False, False]  # the two whose factors are known
 
 
 def test_the_pass_is_one_of_the_compilers_and_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

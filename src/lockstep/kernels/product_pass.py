@@ -55,7 +55,9 @@ def install() -> None:
 
 
 def _is_large(node: Node) -> bool:
-    first, second = (each.meta["val"] for each in node.args if isinstance(each, Node))
+    first, second = (each.meta.get("val") if isinstance(each, Node) else None for each in node.args)
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):  # put in by a pass that does not say what it is
+        return False
     rows, inner, columns = *first.shape, second.shape[1]
     return (
         first.dtype == torch.bfloat16
@@ -66,7 +68,8 @@ def _is_large(node: Node) -> bool:
 
 def _widening(node: Node) -> Node | None:
     """The node that takes this one to fp32, if nothing else takes it."""
-    (user, *others) = node.users
-    if others or user.target is not torch.ops.prims.convert_element_type.default or user.args[1] != torch.float32:
+    if len(node.users) != 1:
         return None
-    return user
+    (user,) = node.users
+    is_one = user.target is torch.ops.prims.convert_element_type.default and user.args[1] == torch.float32
+    return user if is_one else None

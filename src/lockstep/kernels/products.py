@@ -4,16 +4,19 @@ A card that multiplies without a pause is held by its power limit, not by its te
 it is cool and 1.45 in a step. There the quickest kernel is the one that takes the least energy. cublasLt proposes it,
 but never first. The rule below was found by timing its proposals at steady power (benchmarks/products.py), on the
 products of 4 layers of Llama-3.1-8B; it takes 2.4 % off a whole step. As no clock decides, bits are the same in every
-run, and none of these kernels splits its sums, so that they repeat.
-Anything else is torch's: other cards and types, small products, what the library does not propose.
+run: a kernel of the library repeats them.
+Anything else is torch's: other cards and types, small products, what the library does not propose, and what somebody
+watches operation by operation (a search for a NaN, an audit, tensors without memory): a call of a library is none.
 """
 
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from lockstep.kernels import cublaslt
 from lockstep.kernels.cublaslt import Kernel, Matrix, Product
@@ -86,9 +89,16 @@ def _is_ours(first: Tensor, second: Tensor, result: torch.dtype, total: Tensor |
         and result in cublaslt.TYPES
         and is_large(rows, inner, second.shape[1])
         and is_for(first.device)
+        and not _is_watched()
         and all(cublaslt.matrix(each).is_dense and not each.data_ptr() % cublaslt.ALIGNED for each in given)
         and (total is None or total.is_contiguous())
     )
+
+
+def _is_watched() -> bool:
+    """Whether a mode of torch's sees what runs here; not inside an operation that it has seen as a whole."""
+    known: Any = _python_dispatch
+    return known._get_current_dispatch_mode() is not None
 
 
 @lru_cache(maxsize=CACHED)
