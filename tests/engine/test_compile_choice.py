@@ -306,8 +306,8 @@ class Runs:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> Runs:
     found, usual, milliseconds = Runs(tmp_path, dict(FAST)), build.compiles, block_timing.milliseconds
 
-    def compiled(model: Any, *, sharded: bool) -> None:
-        compile_blocks(model, sharded=sharded, backend="eager")
+    def compiled(model: Any, device: torch.device, *, sharded: bool) -> None:
+        compile_blocks(model, device, sharded=sharded, backend="eager")
 
     def timed(work: BlockWork, device: torch.device, *, compiled: bool) -> float:
         milliseconds(replace(work, rows=1), device, compiled=compiled)  # of fewer rows, as large micro-batches are

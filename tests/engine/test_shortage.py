@@ -16,6 +16,7 @@ from lockstep.config.load import load, presets, to_dict
 from lockstep.engine import shortage
 from lockstep.engine.fitting import GPUS
 from lockstep.engine.shortage import Remedy, Work
+from lockstep.kernels import cublaslt
 from lockstep.models.shapes import resolve
 from lockstep.runtime import hardware, memory_limits
 from tests.conftest import Outcome
@@ -161,6 +162,13 @@ def test_what_was_asked_for(text: str, count: int | None) -> None:
     assert shortage.requested_bytes(text) == count
 
 
+def _refused(status: int) -> RuntimeError:
+    """As our own calls of cublasLt say it."""
+    with pytest.raises(RuntimeError) as found:
+        cublaslt._check(status)
+    return found.value
+
+
 @pytest.mark.parametrize(
     ("error", "is_one"),
     [
@@ -169,6 +177,8 @@ def test_what_was_asked_for(text: str, count: int | None) -> None:
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA driver error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (_refused(3), True),
+        (_refused(14), False),
         (OSError(12, "Cannot allocate memory"), True),
         (OSError(28, "No space left on device"), False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),

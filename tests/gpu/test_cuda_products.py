@@ -107,6 +107,19 @@ def test_a_wrong_factor_would_be_seen() -> None:
     assert distance(products.multiply(first, second)[:300], wanted) > ROUNDED
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, Any]]:
+    """The products that cublasLt computes from now on: their type and kernel."""
+    ran: list[tuple[torch.dtype, Any]] = []
+    run = cublaslt.Product.run
+
+    def watched(self: cublaslt.Product, kernel: Any, first: Tensor, second: Tensor, out: Tensor, *, adds: bool) -> None:
+        ran.append((out.dtype, kernel))
+        run(self, kernel, first, second, out, adds=adds)
+
+    monkeypatch.setattr(cublaslt.Product, "run", watched)
+    return ran
+
+
 def layer_and_rows() -> tuple[SwiGLU, Tensor]:
     torch.manual_seed(7)
     shape: Any = SimpleNamespace(hidden_size=4096, intermediate_size=14336)
@@ -126,18 +139,11 @@ def test_a_compiled_layer_takes_them_and_repeats_its_bits(monkeypatch: pytest.Mo
 
     layer, x = layer_and_rows()
     eager = gradients(layer, x)
-    monkeypatch.setattr(inductor, "post_grad_custom_post_pass", None)
-    product_pass.install()
-    ran: list[tuple[torch.dtype, Any]] = []
-    run = cublaslt.Product.run
-
-    def watched(self: cublaslt.Product, kernel: Any, first: Tensor, second: Tensor, out: Tensor, *, adds: bool) -> None:
-        ran.append((out.dtype, kernel))
-        run(self, kernel, first, second, out, adds=adds)
-
-    monkeypatch.setattr(cublaslt.Product, "run", watched)
-    layer.compile(fullgraph=True)
-    once, again = gradients(layer, x), gradients(layer, x)
+    ran = recorded(monkeypatch)
+    with inductor.patch(post_grad_custom_post_pass=None):
+        product_pass.install()
+        layer.compile(fullgraph=True)
+        once, again = gradients(layer, x), gradients(layer, x)
     assert len(ran) == 2 * 9  # of three weights: forward, and both gradients
     assert [kind for kind, _ in ran].count(torch.float32) == 2 * 3
     for got, same, wanted in zip(once, again, eager, strict=True):
@@ -157,7 +163,10 @@ def test_the_head_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
             total = linear_cross_entropy(x, weight, targets, chunk_tokens=8192)
         return [total.detach(), *torch.autograd.grad(total, (x, weight))]
 
+    ran = recorded(monkeypatch)
     ours, again = computed(), computed()
+    a_chunk = [(torch.bfloat16, products.SLIM), (torch.bfloat16, products.WIDE), (torch.float32, products.WIDE)]
+    assert ran == a_chunk * 4  # two chunks, twice: logits, both gradients
     assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     monkeypatch.setattr(products, "is_for", lambda _device: False)
     for got, wanted in zip(ours, computed(), strict=True):

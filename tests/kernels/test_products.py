@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.health.watch import OperationWatch, Surroundings
 from lockstep.kernels import cublaslt, products
 from lockstep.kernels.cublaslt import Kernel, Matrix
+from lockstep.kernels.linear_cross_entropy import linear_cross_entropy
 from lockstep.kernels.products import EVEN, SLIM, WIDE
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -235,7 +237,36 @@ def test_tensors_without_memory_are_torchs(library: StandIn) -> None:
     with FakeTensorMode() as mode:
         first, second = (mode.from_tensor(each) for each in factors(""))
         assert products.multiply(first, second, result=FP32).shape == (24, 40)
+    assert not products._is_ours(first, second, FP32, None)  # nor where nobody watches any more
     assert library.ran == []
+
+
+def test_what_does_not_fit_is_an_error_of_torchs(library: StandIn) -> None:
+    first, second = factors("")
+    with pytest.raises(RuntimeError, match="shape"):
+        products.multiply(first, second[:8])
+    room = torch.zeros(1024)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        products.multiply(first, second, total=room[:64].view(8, 8))
+    assert not room.any()
+    assert library.ran == []
+
+
+def test_the_head_takes_them(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    x, weight = torch.randn(24, 16, dtype=BF16), torch.randn(40, 16, dtype=BF16)
+    targets = torch.randint(40, (24,))
+
+    def computed() -> list[Tensor]:
+        given = [each.clone().requires_grad_() for each in (x, weight)]
+        total = linear_cross_entropy(*given, targets, chunk_tokens=8)
+        return [total.detach(), *torch.autograd.grad(total, given)]
+
+    ours = computed()
+    assert library.ran == [EVEN, EVEN, WIDE] * 3  # of each chunk: logits, both gradients
+    monkeypatch.setattr(products, "is_for", lambda _device: False)
+    for got, wanted in zip(ours, computed(), strict=True):
+        assert distance(got, wanted) < 4e-3
 
 
 @pytest.mark.parametrize("proposed", [(), (OTHER,), (OTHER, SLIM)])
@@ -256,8 +287,29 @@ def test_descriptions_of_sizes_that_are_gone_are_freed(library: StandIn) -> None
 
 def test_a_failure_of_the_library_is_told(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "cublasLtMatmul", lambda *_given: 14, raising=False)
-    with pytest.raises(RuntimeError, match="status 14"):
+    with pytest.raises(RuntimeError, match="CUBLAS_STATUS_INTERNAL_ERROR"):
         products.multiply(*factors(""))
+
+
+@pytest.mark.parametrize("status", [1, 3, 13, 14, 77])
+def test_a_question_that_fails_is_no_answer_that_is_remembered(
+    library: StandIn, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    with monkeypatch.context() as failing:
+        failing.setattr(library, "cublasLtMatmulAlgoGetHeuristic", lambda *_given: status, raising=False)
+        with pytest.raises(RuntimeError, match=rf"CUBLAS_STATUS_{cublaslt.STATUSES.get(status, status)}$"):
+            products.multiply(*factors(""))
+    products.multiply(*factors(""))
+    assert library.ran == [EVEN]
+
+
+@pytest.mark.parametrize("status", cublaslt.NOT_FOR_IT)
+def test_what_the_library_knows_no_way_for_is_torchs(
+    library: StandIn, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(library, "cublasLtMatmulAlgoGetHeuristic", lambda *_given: status, raising=False)
+    first, second = factors("")
+    assert torch.equal(products.multiply(first, second), first @ second)
 
 
 def test_no_card_no_library() -> None:
@@ -351,17 +403,41 @@ def test_what_the_pass_leaves_alone(
     assert passed_over(graph) == expected
 
 
-def test_the_pass_leaves_what_nobody_takes_and_what_nobody_describes(monkeypatch: pytest.MonkeyPatch) -> None:
+def strange(kind: str) -> Graph:
+    """Graphs as another pass may leave them: a product, and what widens it."""
+    graph, mode = Graph(), FakeTensorMode()
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    how = ((first,), {"mat2": second}) if kind == "a factor by its name" else ((first, second), {})
+    product = graph.call_function(torch.ops.aten.mm.default, *how)
+    named = kind == "a type by its name"
+    wider = ((product,), {"dtype": FP32}) if named else ((product, FP32), {})
+    widened = graph.call_function(torch.ops.prims.convert_element_type.default, *wider)
+    for node, shape in ((first, (16, 8)), (second, (8, 24)), (product, (16, 24)), (widened, (16, 24))):
+        with mode:
+            node.meta["val"] = torch.empty(shape, dtype=FP32 if node is widened else BF16)
+    if kind == "nobody takes it":
+        graph.erase_node(widened)
+    undescribed = {"a factor that nobody describes": second, "a result that nobody describes": widened}.get(kind)
+    if undescribed is not None:
+        del undescribed.meta["val"]
+    graph.output(first if kind == "nobody takes it" else widened)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("as it should be", [True]),
+        ("nobody takes it", [False]),
+        ("a type by its name", [False]),
+        ("a result that nobody describes", [False]),
+        ("a factor that nobody describes", []),
+        ("a factor by its name", []),
+    ],
+)
+def test_the_pass_harms_no_graph(monkeypatch: pytest.MonkeyPatch, kind: str, expected: list[bool]) -> None:
     monkeypatch.setattr(products, "LEAST_FLOPS", 0.0)
-    given = torch.randn(32, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16)
-    graph = traced(halved, *given)
-    (product,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    with graph.graph.inserting_after(product):
-        unused = graph.graph.call_function(torch.ops.aten.mm.default, product.args)
-        unused.meta["val"] = product.meta["val"]
-        graph.graph.call_function(torch.ops.aten.mm.default, (product, product.args[1]))
-        del product.meta["val"]
-    assert passed_over(graph) == [False, False]  # the two whose factors are known
+    assert passed_over(GraphModule({}, strange(kind))) == expected
 
 
 def test_the_pass_is_one_of_the_compilers_and_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,17 +445,17 @@ def test_the_pass_is_one_of_the_compilers_and_has_a_name(monkeypatch: pytest.Mon
 
     from lockstep.kernels import product_pass
 
-    monkeypatch.setattr(inductor, "post_grad_custom_post_pass", None)
-    product_pass.install()
-    ours: Any = inductor.post_grad_custom_post_pass
-    product_pass.install()
-    assert inductor.post_grad_custom_post_pass is ours
+    with inductor.patch(post_grad_custom_post_pass=None):
+        product_pass.install()
+        ours: Any = inductor.post_grad_custom_post_pass
+        product_pass.install()
+        assert inductor.post_grad_custom_post_pass is ours
     assert isinstance(ours, product_pass.ProductPass)
     name = ours.uuid()
     assert name == product_pass.ProductPass().uuid()
     monkeypatch.setattr(products, "LEAST_FLOPS", 5.0)
     assert ours.uuid() != name
     somebodys = product_pass.ProductPass()
-    monkeypatch.setattr(inductor, "post_grad_custom_post_pass", somebodys)
-    product_pass.install()
-    assert inductor.post_grad_custom_post_pass is somebodys
+    with inductor.patch(post_grad_custom_post_pass=somebodys):
+        product_pass.install()
+        assert inductor.post_grad_custom_post_pass is somebodys

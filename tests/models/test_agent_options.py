@@ -122,7 +122,7 @@ def test_checkpointing_changes_no_bit_and_repeats_dropout(shape: AgentShape, dro
 def test_compiled_blocks_are_one_graph_each_and_compute_the_same(shape: AgentShape) -> None:
     seen, agent = histories(2, 30), make(shape)
     expected = gradients(agent, agent(seen)["action"].square().sum())
-    compile_blocks(agent, sharded=False, backend="aot_eager")
+    compile_blocks(agent, torch.device("cpu"), sharded=False, backend="aot_eager")
     try:
         assert distance(gradients(agent, agent(seen)["action"].square().sum()), expected) < 1e-4
         with torch.no_grad():
@@ -142,7 +142,7 @@ def test_compiled_regions_have_fixed_lengths() -> None:
         return graph.forward
 
     agent = make(REGIONS)
-    compile_blocks(agent, sharded=False, backend=backend)
+    compile_blocks(agent, torch.device("cpu"), sharded=False, backend=backend)
     try:
         agent(histories(2, 34))
     finally:

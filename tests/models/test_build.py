@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor
 
 from lockstep.errors import ConfigError, NotFoundError
+from lockstep.kernels import product_pass, products
 from lockstep.models import hf
-from lockstep.models.build import NAMING_CALLS, Built, build, give_memory, keep_traces, lay_out
+from lockstep.models.build import (
+    NAMING_CALLS,
+    Built,
+    build,
+    compile_blocks,
+    forget_compiled,
+    give_memory,
+    keep_traces,
+    lay_out,
+)
 from lockstep.models.layers import rope_frequencies
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import resolve
 
 CPU = torch.device("cpu")
+TINY = LlamaOptions(model_path="lockstep/tiny")
 
 
 def made(
@@ -49,8 +62,7 @@ def test_what_was_asked_for_is_built_and_said() -> None:
 def test_memory_is_given_as_torch_does() -> None:
     """The same layout, type and need of a gradient, of every weight and buffer; also of one that is not contiguous."""
     with torch.device("meta"):
-        models = [lay_out(resolve(LlamaOptions(model_path="lockstep/tiny"), context_length=64), attention="native_math")
-                  for _ in range(2)]  # fmt: skip
+        models = [lay_out(resolve(TINY, context_length=64), attention="native_math") for _ in range(2)]
     for model in models:
         model.double().layers[0].register_buffer("turned", torch.empty(3, 5, dtype=torch.bfloat16, device="meta").T)
         model.norm.weight.requires_grad_(False)
@@ -85,7 +97,7 @@ def test_compile_is_per_block_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.Module, "compile", lambda _, **options: asked.append(options))
     built = made(compile="on")
     assert built.compiled
-    assert asked == [{"fullgraph": True}] * 3  # two blocks and the last norm
+    assert asked == [{"fullgraph": True, "dynamic": False}] * 3  # two blocks and the last norm
     assert not made(compile="off").compiled
     assert "layers.0.attention.wq.weight" in built.model.state_dict()  # names unchanged
 
@@ -183,3 +195,46 @@ def test_compiled_blocks_train_like_eager_ones() -> None:
     for loss, gradient in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-6)
         assert float((gradient - results[0][1]).norm() / results[0][1].norm()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler has its own
+@pytest.mark.parametrize("sharded", [False, True])
+def test_each_number_of_rows_is_compiled_as_it_is(sharded: bool) -> None:
+    """A validation whose last cut is shorter: later ones compute what the first one did, and so after a resume."""
+    seen: list[bool] = []  # of each graph: whether it is for any number of rows
+
+    def noted(graph: Any, inputs: Sequence[Any]) -> Any:
+        seen.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return graph.forward
+
+    def validated(**how: Any) -> list[list[bool]]:
+        seen.clear()
+        forget_compiled()
+        model = lay_out(resolve(TINY, context_length=64), attention="native_math")
+        compile_blocks(model, CPU, sharded=sharded, backend=noted, **how)
+        after: list[list[bool]] = []
+        with torch.no_grad():
+            for _ in range(3):
+                for rows in (4, 4, 3):
+                    model(torch.zeros(rows, 8, dtype=torch.long))
+                after.append(list(seen))
+        return after
+
+    try:
+        first, *later = validated()
+        assert len(first) > 0
+        assert not any(first)
+        assert later == [first, first]
+        assert any(validated(dynamic=None)[0])  # the control: the compiler's own way
+    finally:
+        forget_compiled()
+
+
+@pytest.mark.parametrize("is_for", [False, True])
+def test_large_products_are_put_in_where_they_are_for_the_device(monkeypatch: pytest.MonkeyPatch, is_for: bool) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(products, "is_for", lambda device: asked.append(device) or is_for)
+    with inductor.patch(post_grad_custom_post_pass=None):
+        compile_blocks(lay_out(resolve(TINY, context_length=64), attention="native_math"), CPU, sharded=False)
+        assert isinstance(inductor.post_grad_custom_post_pass, product_pass.ProductPass) == is_for
+    assert asked == [CPU]

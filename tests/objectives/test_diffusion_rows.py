@@ -282,7 +282,7 @@ def test_a_model_that_is_compiled_later_is_not_left_without_the_compiler() -> No
 
     torch.compiler.set_stance("force_eager")
     try:
-        compile_blocks(Llama(SHAPE, attention="native_math"), sharded=False, backend="eager")
+        compile_blocks(Llama(SHAPE, attention="native_math"), torch.device("cpu"), sharded=False, backend="eager")
         assert eval_frame._stance.stance == "default"
     finally:
         torch.compiler.set_stance("default")
@@ -302,7 +302,7 @@ def test_rows_that_were_cut_are_not_compiled(sharded: bool, monkeypatch: pytest.
     compiled = Llama(SHAPE, attention="native_math", checkpointing=True)
     initialise(compiled, seed=1, std=0.2)
     plain = copy.deepcopy(compiled)
-    compile_blocks(compiled, sharded=sharded, backend=counted)
+    compile_blocks(compiled, torch.device("cpu"), sharded=sharded, backend=counted)
     whole, cuts = made(), made(random_length_probability=1.0)
     seen: list[int] = []
     for step in range(6):

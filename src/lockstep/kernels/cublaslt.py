@@ -21,10 +21,15 @@ TYPES = {torch.float32: 0, torch.bfloat16: 14}  # cudaDataType
 SUM_IN_FP32 = 68  # cublasComputeType_t
 TRANSPOSE_FIRST, TRANSPOSE_SECOND, MOST_SCRATCH = 3, 4, 1  # attributes of a product and of a preference
 KERNEL = (1, 4), (5, 4), (8, 2)  # attributes of an algorithm, and their bytes: those of Kernel
+STATUSES = {
+    1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 13: "EXECUTION_FAILED",
+    14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED",
+}  # fmt: skip
+NOT_FOR_IT = (7, 15)  # statuses of products that the library knows no way for
 
 
 class Kernel(NamedTuple):
-    """What tells two proposals apart, by the library's own numbers.
+    """What a rule knows of a proposal, by the library's own numbers; of two that are alike, the first is taken.
 
     The tile that a block computes (cublasLtMatmulTile_t), how its warps share it (a custom option), and the blocks that
     share what they load (cublasLtClusterShape_t).
@@ -116,10 +121,12 @@ class Product:
             _check(
                 self.library.cublasLtMatmulPreferenceSetAttribute(preference, MOST_SCRATCH, ctypes.byref(most), size)
             )
-            self.library.cublasLtMatmulAlgoGetHeuristic(
+            status = self.library.cublasLtMatmulAlgoGetHeuristic(
                 self.handle, self.described, left, right, result, result, preference, MOST_PROPOSALS, found,
                 ctypes.byref(count),
             )  # fmt: skip
+            if status not in NOT_FOR_IT:
+                _check(status)  # a passing failure is no answer: it would be remembered, and give other bits
         finally:
             self.library.cublasLtMatmulPreferenceDestroy(preference)
         return [each for each in found[: count.value] if each.status == 0]
@@ -179,4 +186,4 @@ def _address(x: Tensor | None) -> ctypes.c_void_p:
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"cublasLt failed with status {status}")
+        raise RuntimeError(f"cublasLt failed: CUBLAS_STATUS_{STATUSES.get(status, status)}")

@@ -1,13 +1,14 @@
 """Large products of compiled blocks are those of `products`: a pass over the graphs that the compiler makes.
 
-The gradient of a weight is asked for in fp32 where the graph widens it: the sum is in fp32 anyway, so that it is not
-rounded to bf16 on the way, nor written, read and written again. Import this only where something is compiled: it loads
-the compiler.
+What the graph widens, such as the gradient of a weight, is asked for in fp32: the sum is in fp32 anyway, so that it is
+not rounded to bf16 on the way, nor written, read and written again. Import this only where something is compiled: it
+loads the compiler.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor
@@ -55,9 +56,10 @@ def install() -> None:
 
 
 def _is_large(node: Node) -> bool:
-    first, second = (each.meta.get("val") if isinstance(each, Node) else None for each in node.args)
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):  # put in by a pass that does not say what it is
-        return False
+    given: list[Any] = [each.meta.get("val") for each in node.args if isinstance(each, Node)]
+    if [isinstance(each, Tensor) for each in given] != [True, True]:
+        return False  # put in by a pass that does not say what it is
+    first, second = given
     rows, inner, columns = *first.shape, second.shape[1]
     return (
         first.dtype == torch.bfloat16
@@ -71,5 +73,5 @@ def _widening(node: Node) -> Node | None:
     if len(node.users) != 1:
         return None
     (user,) = node.users
-    is_one = user.target is torch.ops.prims.convert_element_type.default and user.args[1] == torch.float32
-    return user if is_one else None
+    is_one = user.target is torch.ops.prims.convert_element_type.default and user.args[1:] == (torch.float32,)
+    return user if is_one and "val" in user.meta else None

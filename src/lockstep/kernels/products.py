@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
 from lockstep.kernels import cublaslt
@@ -83,16 +83,22 @@ def is_large(rows: int, inner: int, columns: int) -> bool:
 
 def _is_ours(first: Tensor, second: Tensor, result: torch.dtype, total: Tensor | None) -> bool:
     given = (first, second) if total is None else (first, second, total)
-    rows, inner = first.shape
+    (rows, inner), columns = first.shape, second.shape[1]
     return (
         first.dtype == second.dtype == torch.bfloat16
         and result in cublaslt.TYPES
-        and is_large(rows, inner, second.shape[1])
+        and is_large(rows, inner, columns)
         and is_for(first.device)
         and not _is_watched()
-        and all(cublaslt.matrix(each).is_dense and not each.data_ptr() % cublaslt.ALIGNED for each in given)
-        and (total is None or total.is_contiguous())
+        and second.shape[0] == inner  # else it is an error, which torch words
+        and all(each.device == first.device and _lies_well(each) for each in given)
+        and (total is None or (total.shape == (rows, columns) and total.is_contiguous()))
     )
+
+
+def _lies_well(x: Tensor) -> bool:
+    """In memory at all, which other kinds of tensors need not, and as the library supposes."""
+    return type(x) in (Tensor, nn.Parameter) and not x.data_ptr() % cublaslt.ALIGNED and cublaslt.matrix(x).is_dense
 
 
 def _is_watched() -> bool:

@@ -95,7 +95,7 @@ def _milliseconds(work: BlockWork, device: torch.device, *, compiled: bool) -> f
     back = torch.randn(given.shape, generator=torch.Generator(device).manual_seed(SEED), device=device)
     if compiled:
         keep_traces(work.dtype_name)
-        compile_blocks(model, sharded=work.sharded)
+        compile_blocks(model, device, sharded=work.sharded)
 
     def both_ways() -> None:
         with precision.context():  # anew in each pass, as in a step: it keeps the weights it has cast

@@ -98,7 +98,7 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
         float8_notice += "; slow, because nothing is compiled"
     if compiled:
         keep_traces(dtype_name)
-        compile_blocks(model, sharded=shard is not None)
+        compile_blocks(model, device, sharded=shard is not None)
     if shard is not None:
         shard(model)
     give_memory(model, device, sharded=shard is not None)
@@ -152,21 +152,22 @@ def keep_traces(dtype_name: str) -> None:
     inductor.unsafe_marked_cacheable_functions = marked
 
 
-def compile_blocks(model: Model, *, sharded: bool, **how: Any) -> None:
-    """In place. Equal blocks compile once, and the loop over them stays Python.
+def compile_blocks(model: Model, device: torch.device, *, sharded: bool, **how: Any) -> None:
+    """In place, for that device. Equal blocks compile once, and the loop over them stays Python.
 
     Blocks of one class may differ by norm and window, each trained and evaluated, with and without documents apart:
-    more variants of one function than the compiler allows by itself, and it fails where it should give up.
+    more variants of one function than the compiler allows by itself, and it fails where it should give up. Each number
+    of rows and each length is compiled as it is (the last cut of a validation, the last region of an agent): a graph
+    for any of them, made when the second one comes, would take all that follow, with other bits than after a resume.
     """
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
-    if torch.cuda.is_available() and products.is_for(torch.device("cuda", torch.cuda.current_device())):
+    if products.is_for(device):
         from lockstep.kernels import product_pass
 
         product_pass.install()
-    if isinstance(model, Agent):
-        how.setdefault("dynamic", False)  # all regions but the last are equally long: two lengths, each as it is
+    how.setdefault("dynamic", False)
     torch.compiler.set_stance("default")  # masked diffusion that was trained here before may have left another
     for block in model.layers:
         if not sharded:
