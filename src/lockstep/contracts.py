@@ -56,16 +56,15 @@ class Batch(NamedTuple):
     weights: Mapping[str, int]  # loss term -> how many targets this batch holds
     rows: int
     tokens: int
+    is_short: bool = False  # of fewer rows than the others: the last of a validation
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; the copy overlaps with computing when the memory is pinned."""
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors.items()}
-        return Batch(moved, self.weights, self.rows, self.tokens)
+        return self._replace(tensors={name: each.to(device, non_blocking=True) for name, each in self.tensors.items()})
 
     def pin(self) -> Batch:
         """The same batch in page-locked memory."""
-        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return Batch(pinned, self.weights, self.rows, self.tokens)
+        return self._replace(tensors={name: tensor.pin_memory() for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,20 @@ def test_validation_is_always_the_same(numbers: Table) -> None:
 
 def test_validation_of_a_small_table_ends_with_a_short_batch(numbers: Table) -> None:
     batches = validation_batches(numbers, Plain(), micro_rows=10, rows=80, seed=1)
-    assert [batch.rows for batch in batches] == [10, 10, 3]
+    assert [(batch.rows, batch.is_short) for batch in batches] == [(10, False), (10, False), (3, True)]
+    assert [batch.to(torch.device("cpu")).is_short for batch in batches] == [False, False, True]
     assert np.concatenate([batch.tensors["ids"] for batch in batches]).tolist() == list(range(23))
+
+
+@pytest.mark.parametrize(("rows", "short"), [(23, {2: 3}), (20, {}), (7, {})])
+def test_which_cut_is_short_depends_on_no_rank(numbers: Table, rows: int, short: dict[int, int]) -> None:
+    """7 rows are one cut, the only number of rows there is."""
+    for world in (1, 2, 3, 4):
+        for rank in range(world):
+            share = (rank, world)
+            batches = validation_batches(numbers, Plain(), micro_rows=10, rows=rows, seed=1, share=share)
+            found = {rank + place * world: batch.rows for place, batch in enumerate(batches) if batch.is_short}
+            assert found == {cut: size for cut, size in short.items() if cut % world == rank}
 
 
 def test_ranks_make_the_micro_batches_of_one_process_between_them(numbers: Table) -> None:

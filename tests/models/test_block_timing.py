@@ -132,6 +132,21 @@ def test_blocks_are_timed_as_they_are_and_compiled(
     assert len(graphs) == 1, "compiled once; neither the last norm nor the embedding is called"
 
 
+@pytest.mark.parametrize("forgets", [True, False])
+def test_what_was_timed_is_not_compiled_for_other_sizes(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch, graphs: list[list[Any]]
+) -> None:
+    """The run's own rows are numbers to the compiler, as if nothing had been timed; the control makes them variable."""
+    by(lambda work: work(), monkeypatch)
+    if not forgets:
+        monkeypatch.setattr(block_timing, "forget_compiled", lambda: None)
+    for rows in (2, 4):
+        milliseconds(work_of(FAMILIES["llama"], rows=rows), CPU, compiled=True)
+    assert len(graphs) == 2
+    varies = [any(isinstance(each, torch.SymInt) for each in inputs) for inputs in graphs]
+    assert varies == [False, not forgets]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_memory_is_held(compiled: bool, monkeypatch: pytest.MonkeyPatch, graphs: list[list[Any]]) -> None:
     made: list[weakref.ref[Any]] = []

@@ -208,6 +208,7 @@ def validation_batches(
         ids = np.arange(place, min(place + micro_rows, total))
         part = Rows(ids, epochs=np.zeros_like(ids), slots=ids, columns=table.take(ids))
         batch = objective.collate(part, Draw(seed, step=0, batch_rows=total, whole=whole))
+        batch = batch._replace(is_short=len(ids) < min(micro_rows, total))
         nothing = dict.fromkeys(batch.weights, 0)
         made.append(batch if start < total else Batch(batch.tensors, nothing, rows=0, tokens=0))
     return made

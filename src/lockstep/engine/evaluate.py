@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +47,7 @@ def evaluate(stepper: Stepper | Judge, batches: Sequence[Batch]) -> Mapping[str,
     try:
         for index, batch in enumerate(batches):
             stepper.link.enter("evaluate")
-            with stepper.precision.context():
+            with stepper.precision.context(), _compiled_as_it_is() if batch.is_short else nullcontext():
                 sums = stepper.objective.evaluate(stepper.model, batch.to(stepper.device))
             for name, part in sums.items():
                 table = totals.setdefault(
@@ -61,6 +64,20 @@ def evaluate(stepper: Stepper | Judge, batches: Sequence[Batch]) -> Mapping[str,
         group.sum_(table)
     found = {name: _ratio(*table.cpu().flatten(1)) for name, table in totals.items()}
     return {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
+
+
+def _compiled_as_it_is() -> AbstractContextManager[Any]:
+    """For its own number of rows.
+
+    At a second number the compiler makes one graph for all of them, which would take the other batches too from then
+    on. It computes other bits than the first validation of a process, and so than that after a resume.
+    """
+    if "torch._dynamo" not in sys.modules:  # it takes seconds to load, and nothing is compiled
+        return nullcontext()
+    import torch._dynamo.config as dynamo
+
+    known: Any = dynamo
+    return known.patch(automatic_dynamic_shapes=False)
 
 
 def _ratio(sums: torch.Tensor, weights: torch.Tensor) -> float:

@@ -83,6 +83,8 @@ def is_large(rows: int, inner: int, columns: int) -> bool:
 
 def _is_ours(first: Tensor, second: Tensor, result: torch.dtype, total: Tensor | None) -> bool:
     given = (first, second) if total is None else (first, second, total)
+    if not first.dim() == second.dim() == 2:
+        return False
     (rows, inner), columns = first.shape, second.shape[1]
     return (
         first.dtype == second.dtype == torch.bfloat16

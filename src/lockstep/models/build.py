@@ -156,18 +156,19 @@ def compile_blocks(model: Model, device: torch.device, *, sharded: bool, **how: 
     """In place, for that device. Equal blocks compile once, and the loop over them stays Python.
 
     Blocks of one class may differ by norm and window, each trained and evaluated, with and without documents apart:
-    more variants of one function than the compiler allows by itself, and it fails where it should give up. Each number
-    of rows and each length is compiled as it is (the last cut of a validation, the last region of an agent): a graph
-    for any of them, made when the second one comes, would take all that follow, with other bits than after a resume.
+    more variants of one function than the compiler allows by itself, and it fails where it should give up.
     """
     import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
 
+    functorch.force_non_lazy_backward_lowering = True  # a GPU's thread, which makes it later, has settings of its own
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     if products.is_for(device):
         from lockstep.kernels import product_pass
 
         product_pass.install()
-    how.setdefault("dynamic", False)
+    if isinstance(model, Agent):
+        how.setdefault("dynamic", False)  # all regions but the last are equally long: two lengths, each as it is
     torch.compiler.set_stance("default")  # masked diffusion that was trained here before may have left another
     for block in model.layers:
         if not sharded:

@@ -158,10 +158,14 @@ def _shape(model: nn.Module) -> Any:
     return model.shape
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether parts of it are; in shards it is their forward alone."""
+    return any(module._compiled_call_impl is not None or "forward" in vars(module) for module in model.modules())
+
+
 def eager(model: nn.Module) -> AbstractContextManager[Any]:
     """Compiled blocks would be compiled anew for each length; and only then is the compiler worth importing."""
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 def _cut(stream: Array, context_length: int) -> Array:

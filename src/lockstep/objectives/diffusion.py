@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from lockstep.contracts import Batch, Draw, Rows, SampleOptions, Sum, Vocabulary
 from lockstep.errors import ConfigError
 from lockstep.objectives import conversations, noise
+from lockstep.objectives.causal import is_compiled
 from lockstep.objectives.options import DiffusionOptions
 
 if TYPE_CHECKING:
@@ -300,5 +301,5 @@ def _check_mask(mask: int, vocabulary: Vocabulary) -> None:
 def _set_stance(model: nn.Module, *, eager: bool) -> None:
     """Rows that were cut run without the compiler: it would compile each length, or one for all that computes other
     bits after a resume. Until the next call, since a backward pass may run a block again."""
-    if any(module._compiled_call_impl is not None or "forward" in vars(module) for module in model.modules()):
+    if is_compiled(model):
         torch.compiler.set_stance("force_eager" if eager else "default")
