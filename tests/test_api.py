@@ -180,3 +180,36 @@ def test_a_config_of_any_family_is_written_and_read_again(family: str, tmp_path:
     (tmp_path / "config.json").write_text('{"family": "nonsense"}')
     with pytest.raises(LockstepError, match="unknown family 'nonsense'"):
         Config.load(tmp_path / "config.json")
+
+
+@pytest.mark.usefixtures("shared_cache", "in_dir")
+@pytest.mark.filterwarnings("ignore")  # the compiler has its own
+@pytest.mark.parametrize("forgets", [True, False])
+def test_runs_of_one_process_compile_as_in_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    """A second length would make a graph for any, with other bits than the same run has alone; and it would add up."""
+    import torch
+
+    from lockstep.engine import train as engine
+    from lockstep.models import build
+
+    any_length: list[bool] = []
+
+    def noted(graph: Any, inputs: Any) -> Any:
+        any_length.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return graph.forward
+
+    compile_blocks = build.compile_blocks
+    monkeypatch.setattr(build, "compile_blocks", lambda *given, **how: compile_blocks(*given, **how, backend=noted))
+    if not forgets:
+        monkeypatch.setattr(engine, "forget_compiled", lambda: None)
+    build.forget_compiled()
+    try:
+        for length in (32, 48):
+            steps = {"max_steps": 1, "context_length": length, "eval_batches": 1}
+            lockstep.train("llama", "tiny", training=steps, **{"system.device": "cpu", "model.compile": "on"})
+    finally:
+        build.forget_compiled()
+    assert len(any_length) > 0
+    assert any(any_length) == (not forgets)  # or else the control

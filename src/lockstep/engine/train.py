@@ -42,6 +42,7 @@ from lockstep.engine.parts import Parts
 from lockstep.engine.samples import draw_sample
 from lockstep.errors import LockstepError
 from lockstep.launch.link import Link, attach
+from lockstep.models.build import forget_compiled
 from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink
 from lockstep.report.logs import setup_logging
@@ -98,6 +99,7 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
             logger.warning("%s", line)
         loaded = settle.settled(loaded, decided)
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
+            forget_compiled()  # sizes of runs before this one, in the same process: they would give it other bits
             planned = plan(loaded, device)
             least = micro_batch.least(planned)
             fitting.check_memory(least, planned.shape, device, shards=present.shards(system.mode, place))
