@@ -135,13 +135,14 @@ def gradients(layer: Any, x: Tensor) -> list[Tensor]:
 
 
 def test_a_compiled_layer_takes_them_and_repeats_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
     layer, x = layer_and_rows()
     eager = gradients(layer, x)
     ran = recorded(monkeypatch)
-    with inductor.patch(post_grad_custom_post_pass=None):
-        product_pass.install()
+    with inductor.patch(post_grad_custom_post_pass=None), functorch.patch(force_non_lazy_backward_lowering=True):
+        product_pass.install()  # both as compile_blocks does
         layer.compile(fullgraph=True)
         once, again = gradients(layer, x), gradients(layer, x)
     assert len(ran) == 2 * 9  # of three weights: forward, and both gradients
