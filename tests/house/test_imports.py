@@ -47,6 +47,25 @@ def test_help_is_cheap() -> None:
     assert answer.stdout.splitlines()[-1] == "CHECK [0, 0] []", answer.stdout + answer.stderr
 
 
+def test_the_launcher_loads_nothing_that_counts(tmp_path: Path) -> None:
+    """What it imports until its workers run: NumPy alone would be a fifth of its time. The control counts."""
+    code = (
+        "import sys\nfrom lockstep.config.load import load\n"
+        "from lockstep import start\nfrom lockstep.engine import settle\n"
+        "from lockstep.engine.prepare import is_prepared\n"
+        "from lockstep.launch import restarting, supervise\n"
+        "for family in ('llama', 'mlm', 'llada'):\n"
+        "    config = load(family, preset='tiny').config\n"
+        "    is_prepared(settle.applied(config, settle.decide(config)))\n"
+        "print('CHECK', [name for name in ('torch', 'numpy') if name in sys.modules])\n"
+        "from lockstep.data.order import round_keys\n"
+        "print(len(round_keys()), 'numpy' in sys.modules)"
+    )
+    environ = {**os.environ, "DATASET_CACHE_DIR": str(tmp_path)}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert answer.stdout.splitlines()[-2:] == ["CHECK []", "12 True"], answer.stdout + answer.stderr
+
+
 def modules_outside_the_core() -> set[str]:
     """Top-level modules of every installed distribution that is not in the closure of the core."""
     core: set[str] = set()

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from lockstep.data.builders import building, read_json
 from lockstep.data.order import Order
 from lockstep.errors import DataError, LockstepError, OutputError
 from lockstep.rundir import MANIFEST, io_error, publishing, verify, write_json
+from lockstep.runtime.later import numpy as np
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lockstep.contracts import PROMPT
 from lockstep.errors import DataError
 from lockstep.formats.chats import Exchange, Message
+from lockstep.runtime.later import numpy as np
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array

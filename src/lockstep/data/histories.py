@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lockstep.data.builders import read_json
 from lockstep.data.cache import Table
 from lockstep.rundir import write_json
+from lockstep.runtime.later import numpy as np
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array

@@ -6,21 +6,27 @@ that holds them (below 2 * rows), walking along its cycles until the value falls
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from lockstep.runtime.later import numpy as np
+from lockstep.runtime.splitmix import mix_in_place, splitmix64
 
-from lockstep.runtime.splitmix import U64, mix_in_place, splitmix64
+if TYPE_CHECKING:
+    from lockstep.runtime.splitmix import U64
 
-I64 = np.ndarray[Any, np.dtype[np.int64]]
+    I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 ROUNDS = 12
 WINDOW_POSITIONS = 65_536  # permuted at a time: one by one a row costs 37 us, together 60 ns
 
-# Far apart: with neighbouring numbers as keys, the small halves of a small table would meet the same hashes again in
-# another round, and its rows would not fall evenly.
-ROUND_KEYS = splitmix64(np.arange(ROUNDS, dtype=np.uint64))
+
+@cache
+def round_keys() -> U64:
+    """Far apart: with neighbouring numbers as keys, the small halves of a small table would meet the same hashes again
+    in another round, and its rows would not fall evenly."""
+    return splitmix64(np.arange(ROUNDS, dtype=np.uint64))
 
 
 def epoch_keys(seed: int, epochs: U64) -> U64:
@@ -34,13 +40,13 @@ def permute(offsets: U64, keys: U64, *, rows: int) -> U64:
     low_bits = bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
     placed, values, key = offsets.copy(), offsets, keys
-    outside = np.arange(len(offsets))
+    outside, rounds = np.arange(len(offsets)), round_keys()
     while len(outside):
         low, high = values & low_mask, values >> np.uint64(low_bits)
         mixed, scratch = np.empty_like(key), np.empty_like(key)
         for turn in range(ROUNDS):
             source, target, mask = (high, low, low_mask) if turn % 2 else (low, high, high_mask)
-            np.bitwise_xor(source, np.add(key, ROUND_KEYS[turn], out=mixed), out=mixed)
+            np.bitwise_xor(source, np.add(key, rounds[turn], out=mixed), out=mixed)
             mix_in_place(mixed, scratch)
             target ^= np.bitwise_and(mixed, mask, out=mixed)
         values = (high << np.uint64(low_bits)) | low

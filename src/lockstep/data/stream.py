@@ -26,16 +26,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from lockstep.data.cache import Table
-from lockstep.data.order import I64, Order
+from lockstep.data.order import Order
 from lockstep.errors import DataError
 from lockstep.rundir import MANIFEST, verify
+from lockstep.runtime.later import numpy as np
 from lockstep.runtime.splitmix import splitmix64
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array, Place
+    from lockstep.data.order import I64
 
 T = TypeVar("T")
 DESCRIPTION, ROWS = "chunk.json", "rows"

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lockstep.data.vocabulary import (
@@ -26,6 +25,7 @@ from lockstep.data.vocabulary import (
 )
 from lockstep.errors import DataError, NotFoundError
 from lockstep.rundir import open_plain
+from lockstep.runtime.later import numpy as np
 from lockstep.runtime.signals import UNSTOPPABLE
 
 if TYPE_CHECKING:

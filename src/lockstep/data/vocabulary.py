@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from lockstep.contracts import Vocabulary
 from lockstep.errors import DataError
+from lockstep.runtime.later import numpy as np
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

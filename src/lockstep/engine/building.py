@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
-
 from lockstep import __version__
 from lockstep.data.builders import note_progress
 from lockstep.data.cache import write_table
@@ -24,6 +22,7 @@ from lockstep.engine.headway import Headway, counted
 from lockstep.errors import DataError
 from lockstep.objectives.options import CausalOptions
 from lockstep.runtime import env
+from lockstep.runtime.later import numpy as np
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig

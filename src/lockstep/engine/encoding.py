@@ -16,11 +16,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lockstep.contracts import PROMPT
 from lockstep.data.chat import Exchange, encode_exchanges
 from lockstep.errors import DataError
+from lockstep.runtime.later import numpy as np
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array, Document

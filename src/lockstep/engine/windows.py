@@ -10,8 +10,6 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from lockstep import rundir
 from lockstep.data.cache import Table
 from lockstep.data.order import Order
@@ -20,6 +18,7 @@ from lockstep.engine.choices import existing, speaking
 from lockstep.errors import ConfigError, DataError, LockstepError, OutputError
 from lockstep.models import shapes
 from lockstep.runtime import hub
+from lockstep.runtime.later import numpy as np
 from lockstep.sources.windows import DATA, LENGTHS, METADATA, Metadata, WindowSource, command
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-
 from lockstep.contracts import PROMPT
 from lockstep.errors import DataError
 from lockstep.formats import RECORD_BYTES, Reading
+from lockstep.runtime.later import numpy as np
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array

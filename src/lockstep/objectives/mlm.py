@@ -42,10 +42,11 @@ from lockstep.errors import ConfigError
 from lockstep.objectives.causal import draw as draw_token
 from lockstep.objectives.causal import eager
 from lockstep.objectives.options import MlmOptions
-from lockstep.runtime.splitmix import U64, splitmix64
+from lockstep.runtime.splitmix import splitmix64
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array
+    from lockstep.runtime.splitmix import U64
 
 PACK_TOKENS = 1 << 20  # tokens of a block of rows
 SHORTEST = 3  # [CLS], a token, [SEP]

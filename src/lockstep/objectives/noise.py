@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.runtime.splitmix import U64, splitmix64
+from lockstep.runtime.splitmix import splitmix64
 
 if TYPE_CHECKING:
     from lockstep.contracts import Array
+    from lockstep.runtime.splitmix import U64
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 TOKENS, TIMES, CUT, LENGTH = (0x6D6468, 0x6D6474, 0x6D6463, 0x6D646C)  # no hash is used twice

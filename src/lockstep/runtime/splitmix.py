@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from lockstep.runtime.later import numpy as np
 
-U64 = np.ndarray[Any, np.dtype[np.uint64]]
+if TYPE_CHECKING:
+    U64 = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def splitmix64(x: U64) -> U64:

@@ -23,12 +23,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from lockstep import formats
 from lockstep.contracts import PROMPT
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.formats.npy import HEADER_ERRORS
+from lockstep.runtime.later import numpy as np
 from lockstep.sources.text import content_of, memo_of, reading
 
 if TYPE_CHECKING:
