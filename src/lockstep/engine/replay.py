@@ -31,7 +31,7 @@ from lockstep.engine.verdict import AS_IT_WAS, EAGER_ATTENTION, FP32, NO_COMPILE
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.health.finding import Finding, Place
 from lockstep.health.fingerprint import digest_model
-from lockstep.models import shapes
+from lockstep.models import attention, shapes
 from lockstep.models.agent_shapes import AgentShape
 from lockstep.runtime import faults, precision
 from lockstep.runtime.determinism import mode
@@ -103,12 +103,16 @@ def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change
     """Weights come from the bundle; kernels of another kind of device are chosen anew, and a laptop has no compiler."""
     changes: dict[str, Any] = {} if adapters.has_additions(config) else {"init": "random"}
     if read.about["device"] != device.type:
-        changes |= {"attention_backend": "auto", "compile": "auto"}
-    elif read.about["device_name"] == device_name(device):  # auto may have measured
-        if "precision" not in change.training:
-            changes["attention_backend"] = read.about.get("attention") or config.model.attention_backend
-        if config.model.compile == "auto" and isinstance(compiled := read.about.get("compiled"), bool):
-            changes["compile"] = "on" if compiled else "off"
+        return {**changes, "attention_backend": "auto", "compile": "auto", **change.model}
+    same_card = read.about["device_name"] == device_name(device)  # where auto may have measured
+    if named := change.training.get("precision"):
+        head = shapes.from_hf(read.about["shape"]).head_dim
+        if attention.obstacle(config.model.attention_backend, device.type, named, head):  # many are for halves only
+            changes["attention_backend"] = "auto"
+    elif same_card:
+        changes["attention_backend"] = read.about.get("attention") or config.model.attention_backend
+    if same_card and config.model.compile == "auto" and isinstance(compiled := read.about.get("compiled"), bool):
+        changes["compile"] = "on" if compiled else "off"
     return {**changes, **change.model}
 
 
