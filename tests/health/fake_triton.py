@@ -19,8 +19,9 @@ from lockstep import kernels
 class Values(np.ndarray):
     """An array with Triton's casts."""
 
-    def to(self, dtype: Any) -> Values:
-        return np.asarray(self).astype(dtype).view(Values)
+    def to(self, dtype: Any, bitcast: bool = False) -> Values:
+        same = np.asarray(self)
+        return (same.view(dtype) if bitcast else same.astype(dtype)).view(Values)
 
 
 class Pointer:
@@ -112,7 +113,9 @@ def make() -> dict[str, ModuleType]:
         sqrt=np.sqrt,
         where=lambda condition, one, other: np.where(condition, one, other).view(Values),
         store=store,
+        int16=np.int16,
         int64=np.int64,
+        uint32=np.uint32,
         uint64=np.uint64,
         zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Values),
         arange=lambda first, last: np.arange(first, last, dtype=np.int32).view(Values),

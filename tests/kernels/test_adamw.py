@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine import compact
+from lockstep.engine.compact import make_optimizer
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
 from tests.health import fake_triton
@@ -17,10 +19,14 @@ from tests.health import fake_triton
 CPU, LARGE = torch.device("cpu"), 100
 
 
+def is_float(moment: Tensor) -> bool:
+    return moment.is_floating_point()
+
+
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with fake_triton.module(monkeypatch, "adamw") as module:
-        monkeypatch.setattr(module, "is_for", lambda *row: row[0].numel() >= LARGE)
+        monkeypatch.setattr(module, "is_for", lambda *row, least=LARGE: row[0].numel() >= least and is_float(row[2]))
         monkeypatch.setattr(module, "BLOCK", 64)
         yield module
 
@@ -36,9 +42,12 @@ class Some(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(size, generator=generator)))
 
 
-def trained(steps: int, *, with_kernel: bool, skipped: int = -1, beta2: float = 0.999) -> tuple[Some, AdamW]:
+def trained(
+    steps: int, *, with_kernel: bool, skipped: int = -1, beta2: float = 0.999, states: str = "fp32", seed: int = 1
+) -> tuple[Some, AdamW]:
     model = Some()
-    optimizer = AdamW(model, TrainingOptions(weight_decay=0.1, adam_beta2=beta2), CPU)
+    options = TrainingOptions.model_validate({"weight_decay": 0.1, "adam_beta2": beta2, "optimizer_states": states})
+    optimizer = make_optimizer(model, options, CPU, seed=seed)
     optimizer.has_kernel = with_kernel
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -84,13 +93,53 @@ def test_which_tensors_are_whose(kernel: Any, monkeypatch: pytest.MonkeyPatch) -
     assert together == [15]
 
 
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
 @pytest.mark.parametrize("with_kernel", [False, True])
-def test_a_skipped_step_changes_nothing(with_kernel: bool) -> None:
-    after = kept(*trained(4, with_kernel=with_kernel, skipped=3))
-    before = kept(*trained(3, with_kernel=with_kernel))
+def test_a_skipped_step_changes_nothing(with_kernel: bool, states: str) -> None:
+    after = kept(*trained(4, with_kernel=with_kernel, skipped=3, states=states))
+    before = kept(*trained(3, with_kernel=with_kernel, states=states))
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
-    moved = kept(*trained(4, with_kernel=with_kernel))
+    moved = kept(*trained(4, with_kernel=with_kernel, states=states))
     assert not torch.equal(moved[0], before[0]), "the control"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_moments_in_bf16_are_rounded_with_the_same_noise(steps: int) -> None:
+    """As engine/compact.py rounds them, whole tensors at once instead of rows; another seed rounds otherwise."""
+    model, optimizer = trained(steps, with_kernel=True, states="bf16")
+    ours = kept(model, optimizer)
+    assert optimizer.moments()[id(model.large)]["exp_avg"].dtype == torch.bfloat16
+    for got, wanted in zip(ours, kept(*trained(steps, with_kernel=False, states="bf16")), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-6 if got.dtype == torch.float32 else 0, atol=1e-7)
+    others = kept(*trained(steps, with_kernel=True, states="bf16", seed=2))
+    same = [torch.equal(one, other) for one, other in zip(ours, others, strict=True) if one.dtype == torch.bfloat16]
+    assert not all(same), "the control"
+
+
+def test_a_part_of_a_tensor_is_rounded_as_in_the_whole(kernel: Any) -> None:
+    """Rows 3 to 9 of 13, as a shard has them; without its place, other numbers."""
+    generator = torch.Generator().manual_seed(0)
+    weights, gradient, key = torch.randn(13, 11), torch.randn(13, 11, generator=generator), torch.tensor(-77).int()
+    on = torch.ones(())
+    shared = kernel.numbers(on * 0.01, on, on, on * 0, (0.9, 0.999))
+
+    def updated(rows: slice, begin: int) -> list[Tensor]:
+        parts = [weights[rows].clone(), gradient[rows], *(torch.zeros(13, 11)[rows].bfloat16() for _ in range(2))]
+        kernel.update(*parts, shared, decay=0.1, betas=(0.9, 0.999), epsilon=1e-8, key=key, begin=begin)
+        return [parts[0], *parts[2:]]
+
+    whole, part, misplaced = updated(slice(0, 13), 0), updated(slice(3, 10), 33), updated(slice(3, 10), 0)
+    assert all(torch.equal(one[3:10], other) for one, other in zip(whole, part, strict=True))
+    assert not torch.equal(part[1], misplaced[1])
+
+
+def test_bytes_stay_with_the_rows(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments in int8 are not the kernel's; those without rows are fp32, and are."""
+    sizes, by_rows = list[int](), list[int]()
+    monkeypatch.setattr(kernel, "update", lambda *row, **_: sizes.append(row[0].numel()))
+    monkeypatch.setattr(compact, "_update_rows", lambda part, *_, **__: by_rows.append(part.numel()))
+    trained(1, with_kernel=True, states="int8")
+    assert (sizes, sorted(by_rows)) == ([150], [15, 143, 256])
 
 
 def test_what_the_kernel_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

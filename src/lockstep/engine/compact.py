@@ -1,4 +1,7 @@
-"""AdamW whose moments are kept in bf16 or int8 (see moments.py): decoded, updated and encoded some rows at a time."""
+"""AdamW whose moments are kept in bf16 or int8 (see moments.py): decoded, updated and encoded some rows at a time.
+
+On a GPU bf16 is done by a kernel of our own, kernels/adamw.py, with the same noise: a launch for each tensor.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.engine import moments
-from lockstep.engine.optimizer import AdamW, Group
+from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
 from lockstep.runtime.parallel import flat_offset, local
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements at a time: bounds what lies beside the moments
 VARIANTS = 32  # of widths, whole and last chunks, with and without decay
 COMPILED = ("cuda",)  # where the update is one kernel instead of fifty
+Work = list[tuple[nn.Parameter, float]]  # to be updated, with their decay
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,35 @@ class CompactAdamW(AdamW):
     @torch.no_grad()
     def step(self, divisor: Tensor, skip: Tensor) -> None:
         """Update with gradients / divisor; where skip is 1 nothing changes, neither weights nor moments nor counts."""
-        options = self.options
         self.applied += 1
-        count = self.applied.double()
+        work = [
+            (each, group.weight_decay) for group in self.groups for each in group.parameters if each.grad is not None
+        ]
+        if self.has_kernel:
+            work = self._by_kernel(work, divisor, skip)
+        if work:
+            self._by_rows(work, divisor, skip)
+        self.applied -= skip
+
+    def _by_kernel(self, work: Work, divisor: Tensor, skip: Tensor) -> Work:
+        """Those that one launch of our own kernel updates; the others are returned."""
+        from lockstep.kernels import adamw
+
+        options, left = self.options, Work()
+        betas = options.adam_beta1, options.adam_beta2
+        shared = adamw.numbers(self.lr, self.applied, divisor, skip, betas)
+        for parameter, decay in work:
+            states = self.states[id(parameter)]
+            row = local(parameter), _gradient(parameter), states[moments.FIRST], states[moments.SECOND]
+            if adamw.is_for(*row, least=1):
+                place: dict[str, Any] = {"key": self.keys[id(parameter)], "begin": flat_offset(parameter)}
+                adamw.update(*row, shared, decay=decay, betas=betas, epsilon=options.adam_epsilon, **place)
+            else:
+                left.append((parameter, decay))
+        return left
+
+    def _by_rows(self, work: Work, divisor: Tensor, skip: Tensor) -> None:
+        options, count = self.options, self.applied.double()
         shared = {
             "step": self.applied.int(),
             "rate": self.lr.double() / (1 - options.adam_beta1**count),
@@ -63,14 +93,11 @@ class CompactAdamW(AdamW):
         }
         constants = Constants(options.adam_beta1, options.adam_beta2, options.adam_epsilon)
         with _compiling(self.lr.device):
-            for group in self.groups:
-                for parameter in group.parameters:
-                    if parameter.grad is not None:
-                        self._update(parameter, group, shared, constants)
-        self.applied -= skip
+            for parameter, decay in work:
+                self._update(parameter, decay, shared, constants)
 
-    def _update(self, parameter: nn.Parameter, group: Group, shared: dict[str, Tensor], constants: Constants) -> None:
-        part, gradient = local(parameter), local(parameter.grad)  # pyright: ignore[reportArgumentType] - there is one
+    def _update(self, parameter: nn.Parameter, decay: float, shared: dict[str, Tensor], constants: Constants) -> None:
+        part, gradient = local(parameter), _gradient(parameter)
         if not part.numel():
             return
         begin = flat_offset(parameter)
@@ -86,8 +113,14 @@ class CompactAdamW(AdamW):
                 {name: kept[rows] for name, kept in states.items()},
                 {**numbers, "key": self.keys[id(parameter)], "first": start, "values": values},
                 constants=constants,
-                decay=group.weight_decay,
+                decay=decay,
             )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Its part here."""
+    assert parameter.grad is not None
+    return local(parameter.grad)
 
 
 def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
