@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from lockstep.engine import compact
 from lockstep.engine.options import TrainingOptions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler has its own
+]
 STEPS = 5
 
 
