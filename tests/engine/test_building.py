@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.tokenize import ByteTokenizer, TokenizerFile, train_bpe, train_wordpiece, train_words
 from lockstep.engine import building, encoding
-from lockstep.engine.building import Split, has_words
+from lockstep.engine.building import PARALLELISM, Again, Split, has_words
 from lockstep.engine.encoding import batches_of, encoded_in_order, pieces_of
 from lockstep.engine.prepare import Prepared
 from lockstep.errors import DataError
@@ -125,21 +126,44 @@ def test_too_few_documents_are_counted_in_plain_words() -> None:
             Split.of(texts, 0.5)
 
 
-def test_the_variable_of_the_library_is_as_before(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-    real = Split.of
-    monkeypatch.setattr(
-        Split,
-        "of",
-        lambda *given, **named: seen.append(os.environ.get("TOKENIZERS_PARALLELISM")) or real(*given, **named),
-    )
+def test_the_library_uses_all_cores_where_our_threads_do_not(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To train a tokenizer, not to use it; afterwards the variable is as before."""
+    seen = set[tuple[str, str | None]]()
+    limited, encode = building._limited, encoding.encode
+
+    def trained_on(*given: Any) -> Iterator[str]:
+        seen.add(("train", os.environ.get(PARALLELISM)))
+        yield from limited(*given)
+
+    def encoded(*given: Any) -> list[Any]:
+        seen.add(("encode", os.environ.get(PARALLELISM)))
+        return encode(*given)
+
+    monkeypatch.setattr(building, "_limited", trained_on)
+    monkeypatch.setattr(encoding, "encode", encoded)
     for number, value in enumerate(("false", None)):
-        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        monkeypatch.delenv(PARALLELISM, raising=False)
         if value:
-            monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+            monkeypatch.setenv(PARALLELISM, value)
         prepared(configuration(cache_dir=f"cache{number}"))
-        assert os.environ.get("TOKENIZERS_PARALLELISM") == value
-    assert seen == ["true", "true"]
+        assert os.environ.get(PARALLELISM) == value
+    assert seen == {("train", "true"), ("encode", "false")}
+
+
+@pytest.mark.parametrize(("room", "readings"), [(8, 1), (7, 3), (0, 3)])
+def test_few_documents_are_read_once(room: int, readings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight characters' worth; a pass that ends early keeps nothing."""
+    monkeypatch.setattr(building, "KEPT_CHARACTERS", room)
+    documents, read = ["abc", np.arange(1), "d"], list[int]()
+
+    def reading() -> Iterator[Any]:
+        read.append(1)
+        yield from documents
+
+    again = Again(reading)
+    assert next(iter(again)) == "abc"
+    assert [list(again) for _ in range(3)] == [documents] * 3
+    assert len(read) == 1 + readings
 
 
 def test_batches_are_whole_documents() -> None:

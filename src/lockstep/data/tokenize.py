@@ -378,7 +378,8 @@ def _of_words(vocab: dict[str, int], *, where: str) -> TokenizerFile:
 
 def _separator(tokenizer: Tokenizer, file: Path, named: Mapping[str, str]) -> str:
     """The token that ends a document: the file's own end of a text, else a well-known one, else eos_token beside it."""
-    processor: dict[str, Any] = json.loads(tokenizer.to_str()).get("post_processor") or {}
+    said = tokenizer.post_processor  # alone: a large vocabulary would be written out and read for it
+    processor: dict[str, Any] = json.loads(said.__getstate__()) if said else {}
     template: list[Any] = processor.get("single", []) if processor.get("type") == "TemplateProcessing" else []
     own: str | None = template[-1].get("SpecialToken", {}).get("id") if template else None
     known = (token for token in (own, *KNOWN_SEPARATORS) if token and tokenizer.token_to_id(token) is not None)

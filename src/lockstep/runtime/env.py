@@ -351,7 +351,10 @@ def setdefault(name: str, value: str) -> None:
 
 @contextlib.contextmanager
 def changed(name: str, value: str) -> Generator[None]:
-    """Another value for a while. Not while other threads are about: the C library reads the environment unlocked."""
+    """Another value for a while. While other threads are about, only of a variable that is there already.
+
+    The C library reads the environment unlocked: a new variable may move all of it, another value moves nothing.
+    """
     before = os.environ.get(name)
     os.environ[name] = value
     try:
