@@ -38,9 +38,8 @@ class AdamW:
         self.options = options
         self.kind: str = "fp32"
         self.lr = torch.zeros((), device=device)
-        self.applied: torch.Tensor = torch.zeros(
-            (), device=device
-        )  # updates that took effect; exact in float32 up to 2^24
+        # updates that took effect; exact in float32 up to 2^24
+        self.applied: torch.Tensor = torch.zeros((), device=device)
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         plain = [item for item in trained if item.ndim < 2 or id(item) in embeddings]
