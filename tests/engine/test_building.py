@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.tokenize import ByteTokenizer, TokenizerFile, train_bpe, train_wordpiece, train_words
 from lockstep.engine import building, encoding
-from lockstep.engine.building import PARALLELISM, Again, Split, has_words
+from lockstep.engine.building import PARALLELISM, Split, has_words
 from lockstep.engine.encoding import batches_of, encoded_in_order, pieces_of
 from lockstep.engine.prepare import Prepared
 from lockstep.errors import DataError
@@ -148,22 +148,6 @@ def test_the_library_uses_all_cores_where_our_threads_do_not(stories: Path, monk
         prepared(configuration(cache_dir=f"cache{number}"))
         assert os.environ.get(PARALLELISM) == value
     assert seen == {("train", "true"), ("encode", "false")}
-
-
-@pytest.mark.parametrize(("room", "readings"), [(8, 1), (7, 3), (0, 3)])
-def test_few_documents_are_read_once(room: int, readings: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight characters' worth; a pass that ends early keeps nothing."""
-    monkeypatch.setattr(building, "KEPT_CHARACTERS", room)
-    documents, read = ["abc", np.arange(1), "d"], list[int]()
-
-    def reading() -> Iterator[Any]:
-        read.append(1)
-        yield from documents
-
-    again = Again(reading)
-    assert next(iter(again)) == "abc"
-    assert [list(again) for _ in range(3)] == [documents] * 3
-    assert len(read) == 1 + readings
 
 
 def test_batches_are_whole_documents() -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 BPE_CHARACTERS = 64 << 20  # of the training split; more text does not make a better tokenizer, only a later one
 BPE_PIECE_CHARACTERS = 1 << 16  # the library takes many times as much for each text while it counts words
 HASHED_CHARACTERS = 1 << 20
-KEPT_CHARACTERS = 32 << 20  # of text that is read once and not again for each pass
 SPLITS = ("train", "validation")
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # whether one call of the library uses all cores
 
@@ -62,11 +61,10 @@ class Builder:
             env.changed(PARALLELISM, "false"),  # threads of ours, each at its own text, are quicker
             Headway(lambda line: note_progress(folder, line), progress=self.config.report.progress) as headway,
         ):
-            documents = Again(self._documents)
-            split = self._split(headway.reading(documents))
-            tokenizer = self._tokenizer(split, documents, headway)
+            split = self._split(headway.reading(self._documents()))
+            tokenizer = self._tokenizer(split, headway)
             tokenizer.save(folder)
-            rows, tokens = self._write_splits(folder, split, documents, tokenizer=tokenizer, headway=headway)
+            rows, tokens = self._write_splits(folder, split, tokenizer=tokenizer, headway=headway)
             headway.begin("Checking")
             for name in SPLITS:
                 if not rows[name]:
@@ -143,14 +141,14 @@ class Builder:
         long = (document for document in self.source.documents() if has_words(document, words))
         return islice(long, self.config.data.max_train_samples)
 
-    def _tokenizer(self, split: Split, documents: Iterable[Document], headway: Headway) -> TokenizerFile:
+    def _tokenizer(self, split: Split, headway: Headway) -> TokenizerFile:
         """As chosen: made ready elsewhere, or trained on the training split."""
         headway.begin("Training the tokenizer")
         asked = 0
 
         def texts() -> Iterator[str]:
             nonlocal asked
-            for document in split.texts(documents, "train"):
+            for document in split.texts(self._documents(), "train"):
                 asked += 1
                 if isinstance(document, str):
                     yield document
@@ -171,7 +169,7 @@ class Builder:
         return tokenizer
 
     def _write_splits(
-        self, folder: Path, split: Split, documents: Iterable[Document], *, tokenizer: TokenizerFile, headway: Headway
+        self, folder: Path, split: Split, *, tokenizer: TokenizerFile, headway: Headway
     ) -> tuple[dict[str, int], dict[str, int]]:
         """(rows, tokens) of both splits, in one pass over the text: what is for validation waits in a file."""
         tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)
@@ -179,7 +177,7 @@ class Builder:
         with tempfile.TemporaryFile(dir=folder) as later:
 
             def train() -> Iterator[Array]:
-                for batch in encoded_in_order(documents, tokenizer):
+                for batch in encoded_in_order(self._documents(), tokenizer):
                     for document, ids in batch:
                         name = "validation" if split.holds_out(document) else "train"
                         tokens[name] += self.token_count(ids)
@@ -211,30 +209,6 @@ class Builder:
             where=f"dataset {self.source.name}",
             hint=f"{smaller}, or {other}",
         )
-
-
-class Again:
-    """Documents that are gone through several times: read each time, or kept from the first time where they are few."""
-
-    def __init__(self, read: Callable[[], Iterator[Document]]) -> None:
-        self._read = read
-        self._kept: list[Document] | None = None
-
-    def __iter__(self) -> Iterator[Document]:
-        if self._kept is not None:
-            yield from self._kept
-            return
-        kept: list[Document] = []
-        room = KEPT_CHARACTERS
-        for document in self._read():
-            room -= length_of(document)
-            if room >= 0:
-                kept.append(document)
-            else:
-                kept.clear()
-            yield document
-        if room >= 0:
-            self._kept = kept
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,13 @@ if TYPE_CHECKING:
 else:
 
     class _Later:
-        """A module that is not there yet."""
-
-        def __init__(self, name: str) -> None:
-            self._name = name
+        """NumPy, before it is there."""
 
         def __getattr__(self, attribute: str) -> Any:
-            value = getattr(importlib.import_module(self._name), attribute)
+            value = getattr(importlib.import_module("numpy"), attribute)
             setattr(self, attribute, value)  # the next time it is found like any other
             return value
 
-    numpy = _Later("numpy")
+    numpy = _Later()
 
 __all__ = ["numpy"]
