@@ -226,7 +226,8 @@ def show(name: str, found: dict[str, dict[str, Any]]) -> bool:
         if "error" in figures:
             print(f"{part:12} {figures['error']}\n{figures.get('said', '')}")
         elif name == "demo":
-            print(f"{part:12} {figures['cold_seconds']:.1f} s cold, {figures['warm_seconds']:.1f} s warm")
+            starts = ", ".join(f"{seconds:.1f}" for seconds in figures["warm_starts"])
+            print(f"{part:12} {figures['cold_seconds']:.1f} s cold, {figures['warm_seconds']:.1f} s warm ({starts})")
         else:
             mfu = f", mfu_palm {100 * figures['mfu_palm']:.1f} %" if figures.get("mfu_palm") else ""
             peak = f"{figures['peak_memory_bytes'] / 2**30:.1f} GiB"

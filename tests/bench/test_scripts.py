@@ -123,11 +123,11 @@ def test_what_is_due_is_judged(families: ModuleType, capsys: pytest.CaptureFixtu
     assert families.show("llada", {"llada": figures, "llada-all": base})
     assert families.show("ad", {"ad": figures})
     assert families.show("full", {"full": figures})
-    assert families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 7.9}})
+    assert families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 7.9, "warm_starts": [7.9]}})
     assert "MISSED" not in capsys.readouterr().out
     assert not families.show("bert", {"bert": figures, "bert-padded": base})
     assert not families.show("ad", {"ad": {**figures, "step_ms": 4.9}})
-    assert not families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 8.1}})
+    assert not families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 8.1, "warm_starts": [8.1]}})
     assert capsys.readouterr().out.count("MISSED") == 3
     assert not families.show("full", {"full": {"error": "exit code 1"}})
 

@@ -19,14 +19,12 @@ from tests.health import fake_triton
 CPU, LARGE = torch.device("cpu"), 100
 
 
-def is_float(moment: Tensor) -> bool:
-    return moment.is_floating_point()
-
-
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with fake_triton.module(monkeypatch, "adamw") as module:
-        monkeypatch.setattr(module, "is_for", lambda *row, least=LARGE: row[0].numel() >= least and is_float(row[2]))
+        monkeypatch.setattr(
+            module, "is_for", lambda *row, least=LARGE: row[0].numel() >= least and row[2].is_floating_point()
+        )
         monkeypatch.setattr(module, "BLOCK", 64)
         yield module
 
@@ -119,7 +117,8 @@ def test_moments_in_bf16_are_rounded_with_the_same_noise(steps: int) -> None:
 def test_a_part_of_a_tensor_is_rounded_as_in_the_whole(kernel: Any) -> None:
     """Rows 3 to 9 of 13, as a shard has them; without its place, other numbers."""
     generator = torch.Generator().manual_seed(0)
-    weights, gradient, key = torch.randn(13, 11), torch.randn(13, 11, generator=generator), torch.tensor(-77).int()
+    weights, gradient = (torch.randn(13, 11, generator=generator) for _ in range(2))
+    key = torch.tensor(-77).int()
     on = torch.ones(())
     shared = kernel.numbers(on * 0.01, on, on, on * 0, (0.9, 0.999))
 

@@ -75,8 +75,8 @@ class CompactAdamW(AdamW):
             states = self.states[id(parameter)]
             row = local(parameter), _gradient(parameter), states[moments.FIRST], states[moments.SECOND]
             if adamw.is_for(*row, least=1):
-                place: dict[str, Any] = {"key": self.keys[id(parameter)], "begin": flat_offset(parameter)}
-                adamw.update(*row, shared, decay=decay, betas=betas, epsilon=options.adam_epsilon, **place)
+                key, begin = self.keys[id(parameter)], flat_offset(parameter)
+                adamw.update(*row, shared, decay=decay, betas=betas, epsilon=options.adam_epsilon, key=key, begin=begin)
             else:
                 left.append((parameter, decay))
         return left
