@@ -91,6 +91,11 @@ def test_batches_come_in_order_whoever_is_first_and_not_all_at_once(monkeypatch:
     narrow = Uneven()
     assert len(list(encoded_in_order(["99"] * 20 + ["9" * 9] * 3, narrow))) == 23
     assert narrow.most == 1
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 100)  # of which none but one would fit
+    monkeypatch.setattr(encoding, "ROOM_CHARACTERS", 6)
+    shared = Uneven()
+    assert [text for batch in encoded_in_order(read, shared) for text, _ in batch] == read
+    assert shared.most == 3
 
 
 class Refusing(ByteTokenizer):

@@ -1,6 +1,7 @@
 """AdamW whose moments are kept in bf16 or int8 (see moments.py): decoded, updated and encoded some rows at a time.
 
-On a GPU bf16 is done by a kernel of our own, kernels/adamw.py, with the same noise: a launch for each tensor.
+On a GPU a kernel of our own, kernels/adamw.py, updates what is in bf16, with the same noise, and what int8 leaves in
+fp32: a launch for each tensor.
 """
 
 from __future__ import annotations
