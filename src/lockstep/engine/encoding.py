@@ -178,7 +178,7 @@ def encoded_in_order(documents: Iterable[Document], tokenizer: TokenizerFile) ->
 
     ahead: deque[_Ahead] = deque()
     try:
-        for batch in batches_of(documents, min(BATCH_CHARACTERS, ROOM_CHARACTERS // count)):  # small enough for all at once
+        for batch in batches_of(documents, min(BATCH_CHARACTERS, ROOM_CHARACTERS // count)):  # room for all
             parts = [pool.submit(work, part) for part in _parts(batch)]
             ahead.append(_Ahead(batch, parts, sum(map(length_of, batch))))
             while len(ahead) > 2 * count or sum(each.characters for each in ahead) > AHEAD_CHARACTERS:
