@@ -1,6 +1,7 @@
 """Learning with float8 products beside bf16: real text, the same seeds, one verdict.
 
-Usage: python benchmarks/float8_parity.py [--precision fp8] [--steps 200] [--seeds 1,2,3,4,5,6] [--json F] [--break]
+Usage: python benchmarks/float8_parity.py [--precision fp8] [--steps 200] [--seeds 1,2,3,4,5,6] [--vocabulary 2048]
+[--json FILE] [--break]
 Trains a model of 80 million parameters on the built-in corpus (the documentation inside Python), in bf16 and in float8
 with the same seeds: the same first weights, the same rows in the same order. Two losses count, the mean of the last 20
 steps and the validation; the mean of float8 over the seeds must lie within what bf16 reaches with them, and no seed may
@@ -101,6 +102,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--precision", default="fp8", choices=sorted(precision.FLOAT8))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=numbers, default="1,2,3,4,5,6", help="with commas; a seed alone proves nothing")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="words: shares of many are smaller numbers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--break", dest="broken", action="store_true")
     options = parser.parse_args(arguments)
@@ -111,8 +113,12 @@ def main(arguments: list[str]) -> int:
     if options.broken:
         float8.cast = broken
     seeds = options.seeds
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {options.steps} steps, seeds {seeds}")
-    since, found, changed = time.perf_counter(), {}, {"training.max_steps": options.steps}
+    print(
+        f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {options.steps} steps, seeds {seeds}, "
+        f"{options.vocabulary} words"
+    )
+    words = {"model.vocab_size": options.vocabulary, "data.tokenizer_vocab_size": options.vocabulary}
+    since, found, changed = time.perf_counter(), {}, {"training.max_steps": options.steps, **words}
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("bf16", options.precision):
             found[kind] = [trained(Path(folder), kind, seed, device, changed) for seed in seeds]

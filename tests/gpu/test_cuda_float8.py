@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import NonFiniteError
+from lockstep.kernels import float8_head
+from lockstep.kernels.float8 import EXPONENT, LEAST_PEAK, scaled_product
 from lockstep.models import float8
 from lockstep.models.build import Built, build
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import resolve
 from lockstep.runtime import determinism, precision
 from tests.counting import graphs
+from tests.float8_head_reference import check_gradients, gradients, head_case
 from tests.float8_reference import SIZES, by_reference, check_products, computed, drawn, error, of_rounded
 from tests.gates.training import run
 
@@ -105,8 +108,8 @@ def at_an_edge(rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
 def by_a_rounded_peak(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, *, along: int, rowwise: bool) -> float8.Cast:
     """A cast as it was: its peak is a number in bf16, which the compiler has both rounded and as it was."""
     assert rowwise
-    factor = torch.finfo(kind).max / x.abs().amax(along, keepdim=True).float().clamp(min=float8.LEAST_PEAK)
-    factor = (factor.view(torch.int32) & float8.EXPONENT).view(torch.float32)
+    factor = torch.finfo(kind).max / x.abs().amax(along, keepdim=True).float().clamp(min=LEAST_PEAK)
+    factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)
     return (x.float() * factor).to(kind), factor.reciprocal()
 
 
@@ -131,6 +134,54 @@ def test_numbers_are_multiplied_by_the_scale_they_were_made_with(how: str, monke
     errors = [error(one, other) for one, other in zip(found, exact, strict=True)]
     print(how, [f"{each:.4f}" for each in errors])
     assert max(errors) > 0.3 if how == "as it was" else max(errors) < 0.08, errors
+
+
+# ------------------------------------------------------------------------------------------------ the output matrix
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "words"), [(16, 16, 16), (37, 64, 96), (1000, 256, 4112), (300, 512, 50_000)]
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_kernels_of_the_head_compute_what_plain_operations_do(
+    tokens: int, width: int, words: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where exp differs in its last bit a number may be rounded to its neighbour; sums and all else are the same."""
+    given = head_case(tokens, width, words, weighted=weighted, device="cuda")
+    found, again = (gradients(given, chunk=256) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True)), "bits repeat"
+    monkeypatch.setattr(float8_head, "has_kernel", lambda _x: False)
+    plain = gradients(given, chunk=256)
+    assert float(found[0]) == pytest.approx(float(plain[0]), rel=1e-5)
+    for one, other in zip(found[1:], plain[1:], strict=True):
+        assert error(one, other.double()) < 0.005
+    check_gradients(given, found)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_head_hides_nothing_that_is_not_finite(bad: float, place: int) -> None:
+    given = head_case(64, 64, 96, weighted=False, device="cuda")
+    with torch.no_grad():
+        given[:2][place][3, 5] = bad
+    total, *found = gradients(given, chunk=256)
+    assert not total.isfinite()
+    assert not any(each.isfinite().all() for each in found)
+
+
+def test_sums_of_the_head_are_exact() -> None:
+    """Many small terms beside a large one: what the tensor cores' own sums would lose is there."""
+    words = 131_072
+    left = torch.full((16, words), 2.0**-6, device="cuda")
+    left[:, 0] = 2.0**6
+    right = torch.ones(16, words, device="cuda")
+    one = torch.ones((), device="cuda")
+    casts = (left.to(torch.float8_e5m2), one), (right.to(torch.float8_e4m3fn), one)
+    expected = 64 + (words - 1) / 64
+    assert float((float8_head.product(*casts) / expected - 1).abs().max()) < 1e-5
+    (numbers, _), (others, _) = casts
+    rough = scaled_product((numbers, one), (others.t(), one), out_dtype=torch.float32, exact=False)
+    print("sums of the tensor cores alone are off by", float((rough / expected - 1).abs().max()))
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -181,6 +232,7 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
     rowwise, eager = kind == "fp8-rowwise", options.model_copy(update={"compile": "off"})
     plain, built = (made(options, each, **how) for each in ("bf16", kind))
     reference, other = (made(eager, "bf16", **how) for _ in range(2))
+    built.model.float8_head = False  # pyright: ignore[reportArgumentType] - it has tests of its own
     by_reference(reference.model, rowwise=rowwise)
     by_reference(other.model, rowwise=rowwise, noise=BLUR)
     for number, size in enumerate(given):

@@ -15,22 +15,26 @@ import torch
 
 from lockstep import kernels
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 class Values(np.ndarray):
     """An array with Triton's casts."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Values:
         same = np.asarray(self)
+        if isinstance(dtype, torch.dtype):  # a float8 that numpy has not: its bits
+            return torch.from_numpy(same.astype(np.float32)).to(dtype).view(torch.uint8).numpy().view(Values)
         return (same.view(dtype) if bitcast else same.astype(dtype)).view(Values)
 
 
 class Pointer:
-    def __init__(self, memory: np.ndarray, places: Any = 0) -> None:
-        self.memory, self.places = memory, places
-        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+    def __init__(self, memory: np.ndarray, kind: Any, places: Any = 0) -> None:
+        self.memory, self.kind, self.places = memory, kind, places
+        self.dtype = SimpleNamespace(element_ty=kind)
 
     def __add__(self, places: Any) -> Pointer:
-        return Pointer(self.memory, self.places + places)
+        return Pointer(self.memory, self.kind, self.places + places)
 
 
 class Kernel:
@@ -59,7 +63,10 @@ def _given(arg: Any) -> Any:
     """As Triton passes it on: a tensor is an address, whatever its strides, and a number of Python's is of 32 bits."""
     if isinstance(arg, torch.Tensor):
         behind = arg.untyped_storage().nbytes() // arg.element_size() - arg.storage_offset()
-        return Pointer(torch.as_strided(arg.detach(), (behind,), (1,)).numpy())
+        flat = torch.as_strided(arg.detach(), (behind,), (1,))
+        if arg.dtype in FLOAT8:
+            return Pointer(flat.view(torch.uint8).numpy(), arg.dtype)
+        return Pointer(memory := flat.numpy(), memory.dtype)
     return np.float32(arg) if isinstance(arg, float) else arg
 
 
@@ -120,6 +127,8 @@ def make() -> dict[str, ModuleType]:
         zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Values),
         arange=lambda first, last: np.arange(first, last, dtype=np.int32).view(Values),
         sum=lambda values, axis: np.full((), np.asarray(values).sum(axis, dtype=values.dtype)).view(Values),
+        trans=np.transpose,
+        cdiv=lambda a, b: -(-a // b),
         load=load,
         atomic_add=atomic_add,
     )

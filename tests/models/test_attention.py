@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_mask
 
 from lockstep.errors import ConfigError, ExitCode
@@ -217,6 +219,30 @@ def test_the_named_kernel_is_the_one_that_runs(backend: str, operator: str) -> N
         attention.attend(q, q, q, backend=backend)
     ran = [event.name for event in profile.events() if "scaled_dot_product" in event.name]
     assert any(operator in name for name in ran), ran
+
+
+@pytest.mark.parametrize(
+    ("gradients", "causal", "expected"), [(False, True, "FLASH"), (True, True, "CUDNN"), (False, False, "CUDNN")]
+)
+def test_a_text_that_grows_does_not_wait_for_plans_of_cudnn(
+    gradients: bool, causal: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning, compiled blocks, and the fixed lengths of masked diffusion keep it."""
+    asked: list[list[SDPBackend]] = []
+
+    def noted(kernels: list[SDPBackend], *, set_priority: bool) -> contextlib.AbstractContextManager[None]:
+        assert set_priority
+        asked.append(kernels)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(attention, "sdpa_kernel", noted)
+    q = torch.randn(1, 2, 70, 8)
+    with torch.set_grad_enabled(gradients):
+        attention.attend(q, q, q, backend="cudnn", causal=causal)
+        assert asked[-1][0].name == f"{expected}_ATTENTION"
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        attention.attend(q, q, q, backend="cudnn", causal=causal)
+        assert asked[-1][0].name == "CUDNN_ATTENTION"
 
 
 def test_not_causal_is_one_argument_away() -> None:

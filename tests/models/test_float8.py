@@ -32,6 +32,7 @@ from tests.float8_reference import (
 from tests.gates.training import run
 
 CPU = torch.device("cpu")
+ROWS_LAST = ("fp8", "fp8-rowwise")
 BOTH = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 
 
@@ -178,8 +179,11 @@ def test_a_model_computes_what_rounded_numbers_give(kind: str, monkeypatch: pyte
     """Rounding alone, by the reference, moves the gradients by `away`; ours may differ from it by a fifth of that."""
     plain, built = made(llama(), "bf16"), made(llama(), kind)
     assert [name for name, _ in built.model.named_parameters()] == [name for name, _ in plain.model.named_parameters()]
-    scales = "a scale for each row" if kind == "fp8-rowwise" else "one scale for each matrix"
-    assert f"float8: 28 matrices of the blocks, {scales}; slow, because nothing is compiled" in built.notices
+    told = {
+        "fp8": "float8: 28 matrices of the blocks, and the output matrix's gradients, one scale for each matrix",
+        "fp8-rowwise": "float8: 28 matrices of the blocks, a scale for each row",
+    }
+    assert f"{told[kind]}; slow, because nothing is compiled" in built.notices
     output: Any = built.model.output
     assert type(output) is nn.Linear, "the output matrix stays"
     assert all(parameter.dtype == torch.float32 for parameter in built.model.parameters())
@@ -270,9 +274,12 @@ def test_matrices_that_do_not_fit_stay_and_are_counted() -> None:
 def test_the_estimate_counts_no_copies_of_weights() -> None:
     shape = resolve(LlamaOptions.model_validate({"model_path": "lockstep/base"}), context_length=32)
     fixed: dict[str, Any] = {"batch_size": 1, "context_length": 32, "checkpointing": False, "compiled": True}
-    plain, small = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("bf16", "fp8"))
-    assert (small.states, small.activations, small.head) == (plain.states, plain.activations, plain.head)
-    assert small.copies == 2 * shape.vocab_size * shape.hidden_size < plain.copies
+    plain, small, rowwise = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("bf16", *ROWS_LAST))
+    for each in (small, rowwise):
+        assert (each.states, each.activations) == (plain.states, plain.activations)
+        assert each.copies == 2 * shape.vocab_size * shape.hidden_size < plain.copies
+    assert rowwise.head == plain.head
+    assert small.head == plain.head + 5 * shape.vocab_size * shape.hidden_size, "the matrix in float8, its gradient"
 
 
 # ------------------------------------------------------------------------------------------------ runs

@@ -25,11 +25,13 @@ def _cross_entropy_row(  # noqa: PLR0913 - Triton takes no structures
     targets,
     scales,
     losses,
+    normalisers,
     columns,
     stride,
     factor,
     ignored: tl.constexpr,
     WANTED: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip - Triton reads the body; types are the caller's
     """One row's weighted loss and, where wanted, factor * scale * (softmax - one-hot) in the place of its logits."""
@@ -51,6 +53,8 @@ def _cross_entropy_row(  # noqa: PLR0913 - Triton takes no structures
     normaliser = highest + tl.log(tl.sum(sums * tl.exp(highs - highest), axis=0))
     loss = tl.where(known, (normaliser - chosen) * scale, float("nan"))  # an id of no row is no loss: let it be seen
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
+    if KEPT:
+        tl.store(normalisers + row, normaliser)
     if WANTED:
         scale *= factor
         for first in range(0, columns, BLOCK):
@@ -74,12 +78,18 @@ def _multiply(numbers, gradient, done, count, BLOCK: tl.constexpr):  # types are
 
 
 def take_rows(
-    logits_CV: Tensor, targets_C: Tensor, scales_C: Tensor, *, ignored: int, gradient_factor: float | None
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    scales_C: Tensor,
+    *,
+    ignored: int,
+    gradient_factor: float | None,
+    normaliser_C: Tensor | None = None,
 ) -> Tensor:
     """scale * cross-entropy of each row in fp32, 0 where the target is `ignored`.
 
     Where there is a factor for gradients the logits are gone afterwards: their memory holds factor * scale *
-    (softmax - one-hot).
+    (softmax - one-hot). `normaliser_C` is for the logarithms of the rows' sums of exponentials, where they are wanted.
     """
     assert logits_CV.stride(1) == 1
     rows, columns = logits_CV.shape
@@ -90,8 +100,9 @@ def take_rows(
     kernel: Any = _cross_entropy_row
     with torch.cuda.device(logits_CV.device):
         kernel[(rows,)](
-            logits_CV, targets_C, scales_C, losses_C, columns, logits_CV.stride(0), float(gradient_factor or 0.0),
-            ignored=ignored, WANTED=gradient_factor is not None, BLOCK=block, num_warps=warps,
+            logits_CV, targets_C, scales_C, losses_C, losses_C if normaliser_C is None else normaliser_C, columns,
+            logits_CV.stride(0), float(gradient_factor or 0.0), ignored=ignored, WANTED=gradient_factor is not None,
+            KEPT=normaliser_C is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return losses_C
 

@@ -12,7 +12,7 @@ scaler could lift them. It writes no `.grad`, because under activation checkpoin
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.kernels import products
 
 IGNORE = -100  # a target that is none
+OTHERS = 5  # arguments of the sum that have no gradient
 _AHEAD: ContextVar[float] = ContextVar("what sums are multiplied by before their backward pass", default=1.0)
 
 
@@ -42,7 +43,7 @@ def summands_of(factor: float) -> Iterator[None]:
         _AHEAD.reset(token)
 
 
-def linear_cross_entropy(
+def linear_cross_entropy(  # noqa: PLR0913 - what a head may be asked for, by name
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
@@ -50,17 +51,19 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int,
     bias_V: Tensor | None = None,
+    float8: bool = False,
 ) -> Tensor:
     """Sum over targets != -100 of token_weight * cross-entropy(x @ weight.T + bias), in fp32.
 
     A bias of -inf forbids a token; whatever needs no gradient (such a bias, a frozen head) has none computed.
+    `float8`: gradients are made by float8 products, where the sizes of the matrix allow it.
     """
     if x_ND.shape[0] <= chunk_tokens and not (len(x_ND) and has_kernel(x_ND)):  # no tokens: gradients of zero
         return _plain_sum(F.linear(x_ND, weight_VD, bias_V), targets_N, token_weights_N)
     rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
     learnt = (x_ND, weight_VD) if bias_V is None else (x_ND, weight_VD, bias_V)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learnt):
-        total = _ChunkedSum.apply(x_ND, weight_VD, bias_V, *rest)
+        total = _ChunkedSum.apply(x_ND, weight_VD, bias_V, _maker(float8, x_ND, weight_VD, bias_V), *rest)
         assert isinstance(total, Tensor)
         return total
     return _chunked_sum(x_ND, weight_VD, bias_V, *rest)[0]
@@ -113,13 +116,25 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+def _maker(float8: bool, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[..., Any]:
+    """Who makes the gradients of such a head."""
+    if float8:
+        from lockstep.kernels import float8_head
+
+        if float8_head.fits(x_ND, weight_VD, bias_V, _matmul_dtype(x_ND)):
+            return float8_head.chunked_sum
+    return _chunked_sum
+
+
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, make: Callable[..., Any], *rest: Any
+    ) -> Tensor:
         ctx.ahead = (_AHEAD.get() or 1.0) if has_kernel(x_ND) else None  # nothing is made of what zero is in
         how: Any = {"wanted": ctx.needs_input_grad[:3], "ahead": ctx.ahead or 1.0}
         with torch.autocast(x_ND.device.type, enabled=False):
-            total, *ctx.gradients = _chunked_sum(x_ND, weight_VD, bias_V, *rest, **how)
+            total, *ctx.gradients = make(x_ND, weight_VD, bias_V, *rest, **how)
         return total
 
     @staticmethod
@@ -130,7 +145,7 @@ class _ChunkedSum(torch.autograd.Function):
         """By the kernel in place and let go: a gradient that nobody else holds becomes .grad without a copy."""
         (grad,), gradients = grads, ctx.gradients
         if ctx.ahead is None:
-            return *[None if each is None else each * grad for each in gradients], None, None, None, None
+            return *[None if each is None else each * grad for each in gradients], *[None] * OTHERS
         from lockstep.kernels.cross_entropy_rows import multiply
 
         assert gradients is not None, "one backward pass for each forward pass"
@@ -138,7 +153,7 @@ class _ChunkedSum(torch.autograd.Function):
         for each in gradients:
             if each is not None:
                 multiply(each, grad, done=ctx.ahead)
-        return *gradients, None, None, None, None
+        return *gradients, *[None] * OTHERS
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -161,9 +176,7 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
     bias_low_V = None if bias_V is None else bias_V.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    scale_N = (targets_N != IGNORE).to(wide)
-    if token_weights_N is not None:
-        scale_N = scale_N * token_weights_N
+    scale_N = weights_of(targets_N, token_weights_N, wide)
     take_rows = partial(_rows_on_gpu, ahead=ahead) if has_kernel(x_ND) else _rows
     peak: Tensor | None = None
     if take_rows is _rows or dtype == torch.float16:
@@ -175,7 +188,7 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     for start in range(0, x_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         x_CD, scale_C = x_low_ND[rows], scale_N[rows]
-        logits_CV = _logits(x_CD, weight_low_VD, bias_low_V)
+        logits_CV = logits_of(x_CD, weight_low_VD, bias_low_V)
         losses_C, delta_CV = take_rows(logits_CV, targets_N[rows], scale_C, peak, wants_gradient=any(wanted))
         total += losses_C.sum()
         if delta_CV is None:
@@ -195,7 +208,13 @@ def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come 
     return total, grad_x_ND, grad_weight_VD, grad_bias_V
 
 
-def _logits(x_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+def weights_of(targets_N: Tensor, token_weights_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What the loss of each token counts."""
+    known_N = (targets_N != IGNORE).to(dtype)
+    return known_N if token_weights_N is None else known_N * token_weights_N
+
+
+def logits_of(x_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
     return products.multiply(x_CD, weight_VD.T) if bias_V is None else F.linear(x_CD, weight_VD, bias_V)
 
 
@@ -204,17 +223,23 @@ Taken = tuple[Tensor, Tensor | None]  # weighted losses of rows, and the gradien
 
 def _rows(logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, peak: Tensor | None, *, wants_gradient: bool) -> Taken:
     """By plain operations; the gradient is divided by the peak."""
-    logits_CV = _widen(logits_CV)
+    losses_C, delta_CV = plain_rows(_widen(logits_CV), targets_C, scale_C, wants_delta=wants_gradient)
+    if delta_CV is None:
+        return losses_C, None
+    return losses_C, delta_CV.mul_((scale_C if peak is None else scale_C / peak)[:, None])
+
+
+def plain_rows(logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor, *, wants_delta: bool) -> Taken:
+    """Weighted losses, and softmax - one-hot in the logits' own memory, which no weight is in."""
     ignored_C = targets_C == IGNORE
     target_C1 = targets_C.masked_fill(ignored_C, 0)[:, None]
     normaliser_C1 = logits_CV.logsumexp(-1, keepdim=True)
     losses_C = (normaliser_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1)
     losses_C = losses_C.masked_fill(ignored_C, 0) * scale_C  # token 0 may be the one that is forbidden
-    if not wants_gradient:
+    if not wants_delta:
         return losses_C, None
-    delta_CV = logits_CV.sub_(normaliser_C1).exp_()  # softmax, in the logits' own memory
-    delta_CV.scatter_add_(-1, target_C1, torch.full_like(normaliser_C1, -1.0))
-    return losses_C, delta_CV.mul_((scale_C if peak is None else scale_C / peak)[:, None])
+    delta_CV = logits_CV.sub_(normaliser_C1).exp_()
+    return losses_C, delta_CV.scatter_add_(-1, target_C1, torch.full_like(normaliser_C1, -1.0))
 
 
 def _rows_on_gpu(

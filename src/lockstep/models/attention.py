@@ -208,6 +208,8 @@ def attend(  # noqa: PLR0913 - who sees whom, by name
         return flex(q_BHLE, k_BKLE, v_BKLE, block_mask=mask, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
     if backend == "flex":  # no gradient wanted: any kernel's forward pass repeats its bits, and none needs compiling
         return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
+    if backend == "cudnn" and causal and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        backend = "native_flash"  # a sample grows by a token at a time, and cuDNN makes a plan for each length: 40 ms
     # Here and not around the model: checkpointing runs a block again, later. Without gradients, as in sampling, rows
     # can be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in; as for any short row.
     kernels = [KERNELS[backend]]

@@ -28,12 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-
-ALIGNMENT = 16  # numbers: what the common dimension and the columns of a product must be multiples of
-EXPONENT = 0x7F800000  # the bits of an fp32 number without its sign and its digits: a power of two
-LEAST_PEAK = 2.0**-100  # of a matrix of zeros: its scale is finite, and so is that of a product of two
-
-Cast = tuple[Tensor, Tensor]  # numbers in float8, and what they are to be multiplied by
+from lockstep.kernels.float8 import ALIGNMENT, Cast, factor_for, scaled_product
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, rowwise: bool = False) -> Tensor:
@@ -80,8 +75,7 @@ def cast(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, *, along: int, roww
     first, which joins with a norm, and is one of their rounded peaks.
     """
     peak = x.float().abs().amax(along, keepdim=True) if rowwise else x.abs().amax(-1).amax().float()
-    factor = torch.finfo(kind).max / peak.clamp(min=LEAST_PEAK)
-    factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)
+    factor = factor_for(peak, kind)
     return (x.float() * factor).to(kind), factor.reciprocal()
 
 
@@ -97,11 +91,9 @@ def product(left: Cast, right: Cast, *, out_dtype: torch.dtype = torch.bfloat16)
     Sums are left to the tensor cores, which round them to fewer bits than fp32, in the gradients too. That it is less
     than what the casts round is held by tests/gpu/test_cuda_float8.py, the learning by benchmarks/float8_parity.py.
     """
-    multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage] - it has no other name
-    return multiply(
-        left[0].contiguous(), right[0].t().contiguous().t(), scale_a=left[1], scale_b=right[1],
-        out_dtype=out_dtype, use_fast_accum=True,
-    )  # fmt: skip
+    (numbers, scale), (others, other_scale) = left, right
+    stored = (numbers.contiguous(), scale), (others.t().contiguous().t(), other_scale)
+    return scaled_product(*stored, out_dtype=out_dtype, exact=False)
 
 
 class Float8Linear(nn.Linear):
@@ -119,7 +111,8 @@ class Float8Linear(nn.Linear):
 def convert(model: nn.Module, precision: str) -> str:
     """Give the blocks of a model float8 layers where their sizes allow it; the words that say how many there are.
 
-    Embeddings and the output matrix stay: they are where rounding hurts most.
+    Embeddings and logits stay: they are where rounding hurts most. With one scale for each matrix the gradients of an
+    output matrix are made in float8 too (kernels/float8_head.py).
     """
     blocks: Any = model.layers
     places = [
@@ -139,10 +132,20 @@ def convert(model: nn.Module, precision: str) -> str:
     rowwise = precision == "fp8-rowwise"
     for module, name, child in fitting:
         setattr(module, name, Float8Linear(child, rowwise=rowwise))
+    head = not rowwise and has_float8_head(model)
+    if head:
+        model.float8_head = True  # pyright: ignore[reportArgumentType] - torch declares modules and tensors
     scales = "a scale for each row" if rowwise else "one scale for each matrix"
     others = len(places) - len(fitting)
     rest = f"; {others} stay in bf16, having sides that are no multiples of {ALIGNMENT}" if others else ""
-    return f"float8: {len(fitting)} matrices of the blocks, {scales}{rest}"
+    gradients = ", and the output matrix's gradients" if head else ""
+    return f"float8: {len(fitting)} matrices of the blocks{gradients}, {scales}{rest}"
+
+
+def has_float8_head(model: nn.Module) -> bool:
+    """Whether its output matrix can have gradients in float8; an encoder's has a bias that learns."""
+    shape: Any = model.shape
+    return hasattr(model, "float8_head") and not (shape.vocab_size % ALIGNMENT or shape.hidden_size % ALIGNMENT)
 
 
 def fits(layer: nn.Linear) -> bool:

@@ -39,6 +39,7 @@ class Llama(nn.Module):
         self.attention = attention
         self.checkpointing = checkpointing
         self.dropout = dropout
+        self.float8_head = False  # whether gradients of the output matrix are made by float8 products
         self.tok_embed = table(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, backend=attention, dropout=dropout) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -87,7 +88,9 @@ class Llama(nn.Module):
             if count_correct:
                 return score_next_tokens(x_ND, head_VD, targets_N, chunk_tokens=chunk, bias_V=bias_V)
             weights_N = None if token_weights is None else token_weights.flatten()
-            return linear_cross_entropy(x_ND, head_VD, targets_N, weights_N, chunk_tokens=chunk, bias_V=bias_V)
+            return linear_cross_entropy(
+                x_ND, head_VD, targets_N, weights_N, chunk_tokens=chunk, bias_V=bias_V, float8=self.float8_head
+            )
         except (IndexError, RuntimeError) as error:
             if isinstance(error, IndexError) or "out of bounds" in str(error):  # not out of memory: this takes some
                 self._check_ids(inputs_BL, targets)

@@ -136,7 +136,8 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
             0 if sharing.standing_gradients else gradients,
         ) + _gathered_bytes(shape, lora, dtype_name, sharing),
         activations=kept + 3 * residual,
-        head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=head_tokens <= chunk),
+        head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=head_tokens <= chunk)
+        + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk)),
     )  # fmt: skip
 
 
@@ -146,6 +147,16 @@ def _logit_bytes(item: int, *, whole: bool) -> int:
     In plain operations autograd keeps the logits, their softmax and its gradient; those of a chunk less.
     """
     return item if item < 4 else 3 * item if whole else 2 * max(4, item) + item
+
+
+def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int) -> int:
+    """What float8 gradients of an output matrix need beside its logits: itself turned over, and the logits' gradient
+    both ways; by then the logits are gone, and a product as large as the matrix in fp32 is there."""
+    if dtype_name != "fp8" or not isinstance(shape, LlamaShape):
+        return 0
+    delta, matrix = tokens * shape.vocab_size, shape.vocab_size * shape.hidden_size
+    product = 0 if lora.rank else 4 * matrix
+    return matrix + 2 * delta + max(0, product - ITEM_BYTES[dtype_name] * delta)
 
 
 def _states(shape: Shape, lora: Lora, dtype_name: str, optimizer_states: str) -> tuple[int, int, int]:
