@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.kernels import float8_head
 from lockstep.models import float8
+from lockstep.models import llama as llama_module
 from lockstep.models.build import Built, build
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import memory_bytes, resolve
@@ -297,12 +299,26 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch, shared_cache: None) -> None:
 
 
 @pytest.mark.usefixtures("_on_the_cpu")
-def test_a_run_repeats_its_bits_and_goes_on_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["blocks", "and the head"])
+def test_a_run_repeats_its_bits_and_goes_on_with_them(
+    in_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU takes so few tokens at once, and by plain operations, unless it is told otherwise."""
+    if in_chunks:
+        monkeypatch.setattr(llama_module, "chunk_tokens", lambda *_, **__: 64)
+    made, real = list[float](), float8_head.chunked_sum
+
+    def noted(*args: Any, **named: Any) -> Any:
+        made.append(named["ahead"])
+        return real(*args, **named)
+
+    monkeypatch.setattr(float8_head, "chunked_sum", noted)
     _, whole = run(tmp_path / "whole", SETTINGS)
     _, again = run(tmp_path / "again", SETTINGS)
     assert again.trace == whole.trace
     _, rest = run(tmp_path / "rest", SETTINGS, point=tmp_path / "whole" / "checkpoints" / "step_00000003")
     assert rest.trace == whole.trace[3:]
+    assert bool(made) is in_chunks
     _, plain = run(tmp_path / "plain", {**SETTINGS, "training.precision": "bf16"})
     assert [each.loss for each in plain.records] != [each.loss for each in whole.records]
     with pytest.raises(ConfigError, match=r"training\.precision"):
@@ -323,3 +339,16 @@ def test_a_number_that_is_not_finite_is_found_by_name(
     with pytest.raises(NonFiniteError):
         run(tmp_path, SETTINGS)
     assert "First bad value: layers.1.mlp (forward, mul" in caplog.text
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
+@pytest.mark.parametrize("kind", ROWS_LAST)
+def test_one_in_the_head_is_found_as_without_float8(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(llama_module, "chunk_tokens", lambda *_, **__: 64)
+    monkeypatch.setenv("LOCKSTEP_FAULT", "inf_weight@step=1,tensor=output.weight,index=70")
+    with pytest.raises(NonFiniteError):
+        run(tmp_path, {**SETTINGS, "training.precision": kind})
+    [told] = [line for line in caplog.text.splitlines() if "First bad value" in line]
+    assert told.endswith("First bad value: output (weights)")

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from lockstep.models import llama
 from lockstep.runtime import precision
 from lockstep.runtime.group import Group
 from tests.gates.training import FEW_WORDS, run
@@ -24,7 +25,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def train(group: Group, folder: Path, settings: dict[str, Any], point: Path | None = None) -> list[tuple[Any, ...]]:
-    with mock.patch.object(precision, "float8_obstacle", return_value=""):  # the CPU, which users are refused
+    with (
+        mock.patch.object(precision, "float8_obstacle", return_value=""),  # the CPU, which users are refused
+        mock.patch.object(llama, "chunk_tokens", return_value=16),  # and which takes so few at once by plain operations
+    ):
         return run(folder, {**SETTINGS, **settings}, group=group, point=point)[1].trace
 
 
