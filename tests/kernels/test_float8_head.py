@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.kernels import float8_head
 from lockstep.kernels import linear_cross_entropy as head
-from lockstep.kernels.linear_cross_entropy import IGNORE
+from lockstep.kernels.linear_cross_entropy import IGNORE, logits_of
 from lockstep.models import llama
 from lockstep.models.build import build
 from lockstep.models.options import LlamaOptions
@@ -34,6 +34,26 @@ def test_gradients_are_those_of_rounded_numbers(
     monkeypatch.setattr(head._ChunkedSum, "backward", plain_backward)
     given = head_case(tokens, width, words, weighted=weighted)
     check_gradients(given, gradients(given, chunk=chunk))
+
+
+def test_matrices_that_do_not_lie_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, targets, weights = head_case(64, 32, 48, weighted=True)
+    expected = gradients((x, weight, targets, weights), chunk=32)
+    across = [each.detach().t().contiguous().t().requires_grad_() for each in (x, weight)]
+    apart = torch.stack([targets, targets], dim=1)[:, 0]
+    with (
+        fake_triton.module(monkeypatch, "float8_tiles"),
+        fake_triton.module(monkeypatch, "cross_entropy_rows"),
+        monkeypatch.context() as patch,
+    ):
+        for module in (head, float8_head):
+            patch.setattr(module, "has_kernel", lambda _x: True)
+        turned = float8_head.turned
+        patch.setattr(float8_head, "logits_of", lambda *given: logits_of(*given).float())  # numpy has no bf16
+        patch.setattr(float8_head, "turned", lambda x: turned(x.float()))
+        found = gradients((across[0], across[1], apart, weights), chunk=32)
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other.double()) < 0.005
 
 
 def plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

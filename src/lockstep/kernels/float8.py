@@ -1,4 +1,4 @@
-"""Float8 numbers: the scale of a matrix, and exact products."""
+"""Float8 numbers: the scale of a matrix, and products of two."""
 
 from __future__ import annotations
 

@@ -30,11 +30,10 @@ class Delta(NamedTuple):
     by_words: Cast
 
 
-def fits(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> bool:
+def fits(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether this is for such a head; a bias that learns would need sums of delta too."""
     learns_bias = bias_V is not None and bias_V.requires_grad
-    aligned = not any(size % ALIGNMENT for size in weight_VD.shape)
-    return dtype == torch.bfloat16 and aligned and not learns_bias and x_ND.shape[0] > 0
+    return dtype == torch.bfloat16 and not learns_bias and not any(size % ALIGNMENT for size in weight_VD.shape)
 
 
 def chunked_sum(  # noqa: PLR0913 - as the one it stands for
@@ -55,7 +54,7 @@ def chunked_sum(  # noqa: PLR0913 - as the one it stands for
     scale_N = F.pad(weights_of(targets_N[:count], token_weights_N, torch.float32), (0, missing))
     bias_low_V = None if bias_V is None else bias_V.to(dtype)
     total = torch.zeros((), device=x_ND.device, dtype=torch.float32)
-    grad_x_ND = torch.empty_like(x_low_ND, dtype=x_ND.dtype) if wanted[0] else None
+    grad_x_ND = torch.empty(x_low_ND.shape, dtype=x_ND.dtype, device=x_ND.device) if wanted[0] else None
     grad_weight_VD: Tensor | None = None
     weight_DV = turned(weight_low_VD) if wanted[0] else None
     chunk_tokens = max(ALIGNMENT, chunk_tokens - chunk_tokens % ALIGNMENT)
@@ -90,7 +89,7 @@ def turned(x: Tensor) -> Cast:
         return (x.float() * factor).to(torch.float8_e4m3fn).t().contiguous(), factor.reciprocal()
     from lockstep.kernels.float8_tiles import turn
 
-    return turn(x, factor), factor.reciprocal()
+    return turn(x.contiguous(), factor), factor.reciprocal()
 
 
 def taken(logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor) -> tuple[Tensor, Delta]:

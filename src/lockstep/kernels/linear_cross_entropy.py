@@ -63,7 +63,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - what a head may be asked for, by na
     rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
     learnt = (x_ND, weight_VD) if bias_V is None else (x_ND, weight_VD, bias_V)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learnt):
-        total = _ChunkedSum.apply(x_ND, weight_VD, bias_V, _maker(float8, x_ND, weight_VD, bias_V), *rest)
+        total = _ChunkedSum.apply(x_ND, weight_VD, bias_V, _maker(float8, weight_VD, bias_V, rest[-1]), *rest)
         assert isinstance(total, Tensor)
         return total
     return _chunked_sum(x_ND, weight_VD, bias_V, *rest)[0]
@@ -116,12 +116,12 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _maker(float8: bool, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[..., Any]:
+def _maker(float8: bool, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Callable[..., Any]:
     """Who makes the gradients of such a head."""
     if float8:
         from lockstep.kernels import float8_head
 
-        if float8_head.fits(x_ND, weight_VD, bias_V, _matmul_dtype(x_ND)):
+        if float8_head.fits(weight_VD, bias_V, dtype):
             return float8_head.chunked_sum
     return _chunked_sum
 

@@ -150,8 +150,10 @@ def _logit_bytes(item: int, *, whole: bool) -> int:
 
 
 def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int) -> int:
-    """What float8 gradients of an output matrix need beside its logits: itself turned over, and the logits' gradient
-    both ways; by then the logits are gone, and a product as large as the matrix in fp32 is there."""
+    """What float8 gradients of an output matrix need beside its logits.
+
+    The matrix turned over, and the logits' gradient both ways; when the logits are gone, a product in fp32 is there.
+    """
     if dtype_name != "fp8" or not isinstance(shape, LlamaShape):
         return 0
     delta, matrix = tokens * shape.vocab_size, shape.vocab_size * shape.hidden_size
