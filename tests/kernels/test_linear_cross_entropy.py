@@ -45,6 +45,26 @@ def test_sum_and_gradients(ignored: bool, weighted: bool, chunk: int) -> None:
     assert float(again) == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none: it came with 2.13")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_torchs_own(biased: bool, dtype: torch.dtype) -> None:
+    """Its chunked path, which computes gradients in the forward pass too; it knows no weights of tokens."""
+    x, weight, targets, _ = case(ignored=True, weighted=False, dtype=dtype)
+    bias = torch.randn(V, dtype=dtype, requires_grad=True) if biased else None
+    learnt = (x, weight) if bias is None else (x, weight, bias)
+    theirs = F.linear_cross_entropy(
+        x, weight, targets, linear_bias=bias, reduction="sum",
+        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16, acc_policy="accurate"),
+    )  # fmt: skip
+    ours = linear_cross_entropy(x, weight, targets, chunk_tokens=16, bias_V=bias)
+    accuracy = 1e-6 if dtype == torch.float32 else 0.01
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=accuracy)
+    gradients = (torch.autograd.grad(each * 3.5, learnt) for each in (ours, theirs))
+    for got, wanted in zip(*gradients, strict=True):
+        assert float((got - wanted).float().norm() / wanted.float().norm()) < accuracy
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradcheck(weighted: bool) -> None:
     x, weight, targets, token_weights = case(ignored=True, weighted=weighted, dtype=torch.float64)
