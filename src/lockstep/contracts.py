@@ -82,7 +82,8 @@ class Objective(Protocol):
     terms: Mapping[str, float]  # loss term -> coefficient
 
     # It may have `with_vocabulary(vocabulary) -> Objective`, called before any other method; `whole_columns`, found of
-    # all rows in `draw.whole`; `watched`, told of each step: measure -> its term; `steady`: all batches look alike.
+    # all rows in `draw.whole`; `watched`, told of each step: measure -> its term; `steady`: all batches look alike, but
+    # for their weights; `steadied() -> Objective`: the same with batches that do.
 
     def pack(self, documents: Iterable[Array], *, context_length: int, separator: int) -> Iterator[Mapping[str, Array]]:
         """Token ids of documents to blocks of finished rows: column -> (n, width)."""

@@ -122,6 +122,7 @@ def with_rows(planned: Plan, folder: Path) -> tuple[Plan, Prepared]:
     words = rows.vocabulary(planned.shape.vocab_size)
     if told := getattr(objective, "with_vocabulary", None):
         objective = told(words)
+    objective = graphs.steadied(objective, planned.shape, planned.device)
     table = rows.make_table(folder / "rows", objective, config, vocab_size=planned.shape.vocab_size)
     prepared = Prepared(table, table, None, "made", folder, "made rows", ())
     return replace(planned, objective=objective), prepared

@@ -28,6 +28,7 @@ from lockstep.engine import (
     epoch_files,
     epochs,
     feed,
+    graphs,
     histories,
     kernel_choice,
     legacy,
@@ -233,7 +234,7 @@ def with_words(plan: Plan, prepared: Prepared) -> Plan:
     objective = speaking(plan.objective, prepared.tokenizer)
     if check_rows := getattr(objective, "check_rows", None):
         check_rows(plan.shape.vocab_size)
-    return replace(plan, objective=objective)
+    return replace(plan, objective=graphs.steadied(objective, plan.shape, plan.device))
 
 
 def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper, *, begin: int) -> Saver:

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective
+from lockstep.kernels.linear_cross_entropy import IGNORE
 from lockstep.models.agent_shapes import AgentShape
 from lockstep.models.shapes import Shape
 from lockstep.runtime.group import Group
@@ -73,5 +74,6 @@ def _independent(batches: Sequence[Batch]) -> float:
         return sum(batch.tokens for batch in batches)
     targets = torch.cat([batch.tensors["targets"] for batch in batches])
     weights = [batch.tensors.get("token_weights", torch.ones(len(batch.tensors["targets"]))) for batch in batches]
-    counts = torch.bincount(targets, weights=torch.cat(weights).double())
+    known = targets != IGNORE
+    counts = torch.bincount(targets[known], weights=torch.cat(weights)[known].double())
     return float(counts.sum() ** 2 / counts.square().sum().clamp_min(1e-30))

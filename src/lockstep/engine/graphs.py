@@ -1,9 +1,9 @@
 """A whole step as one CUDA graph: a small model computes faster than the host can launch its kernels one by one.
 
 Recorded once, after the rehearsal: forward, backward, finite flags, clip and update. All their state lies on the
-device, and none of them depends on the number of the step. What does is done before each replay: rows are copied to
-where the recording reads them, the noise is keyed (a graph reads seed and offset of torch's generator when it is
-replayed), and the weights of this step's turn are looked at.
+device, and none of them depends on the number of the step. What does is done before each replay: rows, and what each
+counts, are copied to where the recording reads them, the noise is keyed (a graph reads seed and offset of torch's
+generator when it is replayed), and the weights of this step's turn are looked at.
 
 The same kernels get the same numbers as without a graph, so the bits are the same, and a run may go on either way.
 """
@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.contracts import Batch
-from lockstep.engine.step import RECORDED
+from lockstep.contracts import Batch, Objective
+from lockstep.engine.step import RECORDED, Shares
 from lockstep.runtime.determinism import reseed
 from lockstep.runtime.reduce import Alone
 
 if TYPE_CHECKING:
     from lockstep.engine.step import Stepper
+    from lockstep.models.shapes import Shape
 
 logger = logging.getLogger(__name__)
 
 RECORDABLE = ("cuda",)
+SMALL_MODEL = 20_000_000  # parameters; the steps of others take long enough
 LAUNCH_BOUND = 0.5  # of a step's time goes by while it is launched: with what the loop does beside, the GPU would wait
 PROBES = 3  # rehearsals that are timed
 
@@ -79,6 +81,9 @@ class StepGraph:
         own = {name: tensor.to(stepper.device, copy=True) for name, tensor in batch.tensors.items()}
         self._stepper, self._batch = stepper, batch._replace(tensors=own)
         self._weights = torch.zeros_like(stepper.own_loss)  # what looking at weights has shown
+        self._known = stepper.shares(batch.weights)
+        self._shares = Shares(*({name: torch.full_like(stepper.own_loss, share) for name, share in each.items()}
+                                for each in self._known))  # fmt: skip
         try:
             self._recording = record(self._work, lambda: stepper.rehearse([batch]), stepper.device)
         finally:  # what recording has left is in the memory of the graph, and was never computed
@@ -95,6 +100,7 @@ class StepGraph:
         stepper = self._stepper
         for name, tensor in batch.tensors.items():
             self._batch.tensors[name].copy_(tensor, non_blocking=True)
+        self._tell(stepper.shares(batch.weights))
         self._weights.copy_(stepper.look_at_weights(step, self._weights))
         reseed(stepper.device, stepper.seed, step, stepper.council.group.rank)
         stepper.updating = True
@@ -102,22 +108,39 @@ class StepGraph:
         self._recording.replay()
         return self._recording.values
 
+    def _tell(self, shares: Shares) -> None:
+        """What sums count this time, where that is another than the last time."""
+        for before, now, kept in zip(self._known, shares, self._shares, strict=True):
+            for name, share in now.items():
+                if share != before[name]:
+                    kept[name].fill_(share)
+        self._known = shares
+
     def _work(self) -> Tensor:
         stepper = self._stepper
-        loss = stepper.accumulate(RECORDED, [self._batch], self._batch.weights)
+        loss = stepper.accumulate(RECORDED, [self._batch], self._batch.weights, recorded=self._shares)
         stepper.weights = self._weights
         return stepper.update(RECORDED, stepper.sum_up(loss))
 
 
 def _look(batch: Batch) -> tuple[object, ...]:
     """All that a recording depends on, but for the numbers themselves."""
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in batch.tensors.items()}
-    return shapes, dict(batch.weights)
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(batch.tensors.items()))
+
+
+def steadied(objective: Objective, shape: Shape, device: torch.device) -> Objective:
+    """The objective with batches that all look alike, where its steps may be recorded then.
+
+    That is a matter of the model's size, not of a clock: bits depend on it, and a run must go on with the same ones.
+    """
+    made = getattr(objective, "steadied", None)
+    small = device.type in RECORDABLE and shape.parameters() < SMALL_MODEL
+    return made() if made is not None and small else objective
 
 
 def choose(stepper: Stepper, batches: Sequence[Batch], *, compiles: bool, record: Record = CudaRecording) -> None:
     """Make the step one graph where that can be done and pays, and say so. Call it after a rehearsal."""
-    if stepper.device.type not in RECORDABLE or not getattr(stepper.objective, "steady", False):
+    if stepper.device.type not in RECORDABLE or not stepper.steady:
         return
     if reason := obstacle(stepper, batches, compiles=compiles):
         logger.info("step: kernel by kernel (%s)", reason)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,6 +50,13 @@ class Reading:
     loss_scale: float
     weights: float = 0.0  # finite if the weights that were looked at in this step were
     measures: Mapping[str, float] = field(default_factory=dict[str, float])  # what the objective watches
+
+
+class Shares(NamedTuple):
+    """What the sum of each term, and of each measure that is watched, is multiplied by."""
+
+    terms: Mapping[str, Any]  # numbers, or where a recording finds them
+    watched: Mapping[str, Any]
 
 
 class Pending:
@@ -139,6 +146,11 @@ class Stepper:
         self.graph: StepGraph | None = None  # the whole step, recorded: see graphs.py
         self.rehearsed = (0.0, 0.0)  # seconds until the last rehearsal was launched, and until it was done
 
+    @property
+    def steady(self) -> bool:
+        """Whether all batches look alike, so that a step can be recorded."""
+        return bool(getattr(self.objective, "steady", False))
+
     def connect(self, exchange: Exchange, council: Council, link: Marks) -> None:
         """Work with other ranks from now on, and under somebody's eye."""
         self.exchange, self.council, self.link = exchange, council, link
@@ -200,18 +212,30 @@ class Stepper:
         self.waited_seconds = time.perf_counter() - since
         return agreed.weights
 
+    def shares(self, weights: Mapping[str, int]) -> Shares:
+        """What sums count in the means of the global batch."""
+        terms = {term: coefficient / max(1, weights[term]) for term, coefficient in self.objective.terms.items()}
+        return Shares(terms, {name: 1 / max(1, weights[term]) for name, term in self.watched.items()})
+
     def accumulate(
-        self, step: int, batches: Sequence[Batch], weights: Mapping[str, int], *, first_place: int = -1
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        weights: Mapping[str, int],
+        *,
+        first_place: int = -1,
+        recorded: Shares | None = None,
     ) -> torch.Tensor:
         """Gradients of the step's loss: sums over all micro-batches, divided once by the weight of the global batch.
 
         Noise is keyed by the micro-batch's place in the global batch, whichever rank it is on: by default this one.
+        `recorded`: where a recording finds the shares of the step that it is replayed for.
         """
         scaler = self.precision.scaler
         first_place = first_place if first_place >= 0 else self.council.group.rank * len(batches)
-        shares = {term: coefficient / max(1, weights[term]) for term, coefficient in self.objective.terms.items()}
-        watched = {name: 1 / max(1, weights[term]) for name, term in self.watched.items()}
-        ahead = next(iter(shares.values())) if len(shares) == 1 and not scaler else 1.0
+        shares, watched = recorded or self.shares(weights)
+        foretold = len(shares) == 1 and not (scaler or self.steady)  # those of a recording lie on the device
+        ahead = next(iter(shares.values())) if foretold else 1.0
         self.exchange.zero()
         losses, measures = list[torch.Tensor](), list[torch.Tensor]()
         for index, batch in enumerate(batches):

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from lockstep.contracts import Batch, Draw, Rows, SampleOptions, Sum, Vocabulary
 from lockstep.errors import ConfigError
+from lockstep.kernels.linear_cross_entropy import IGNORE
 from lockstep.objectives.causal import draw as draw_token
 from lockstep.objectives.causal import eager
 from lockstep.objectives.options import MlmOptions
@@ -55,6 +56,8 @@ APART = ("masked", "padded")  # documents that do not see each other
 PURPOSE = 0x6D6C6D  # so that no other hash of the same numbers is this one
 SECOND = np.uint64(0xA5A5_5A5A_C3C3_3C3C)  # the second draw of a place
 TOO_GOOD = 0.97  # no text is so predictable that a model may be this often right about what it cannot see
+ROOM_STEP, ROOM_SPREADS = 16, 6  # places are made in such steps, for so many standard deviations more than usual
+NO_CHANNEL = 255  # of a place that is none
 FAR_FROM_SHARES = 0.15  # of the accuracy the channels and their shares give
 
 
@@ -68,6 +71,7 @@ class Mlm:
     """Predict hidden tokens from both sides."""
 
     terms: Mapping[str, float] = {"loss": 1.0}
+    steady = False
 
     def __init__(self, options: MlmOptions, *, documents: str = "separated") -> None:
         self.options = options
@@ -92,6 +96,15 @@ class Mlm:
         bound._ordinary[list(vocabulary.specials.values())] = False
         bound._ordinary_ids = np.flatnonzero(bound._ordinary)
         return bound
+
+    def steadied(self) -> Mlm:
+        """The same with as many places in every batch of a size; those that are left over have no target.
+
+        Sums have more terms then, all of them zero: the same but for rounding.
+        """
+        made = copy.copy(self)
+        made.steady = True
+        return made
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -197,14 +210,21 @@ class Mlm:
         targets = inputs[places]
         inputs[places[channels == 0]] = special["mask"]
         inputs[places[channels == 1]] = self._ordinary_ids[_below(again[channels == 1], len(self._ordinary_ids))]
+        empty = max(0, self._room(tokens.size) - len(places)) if self.steady else 0
         tensors = {
             "inputs": torch.from_numpy(inputs.reshape(tokens.shape)),
-            "targets": torch.from_numpy(targets),
-            "places": torch.from_numpy(places),
-            "channels": torch.from_numpy(channels),
+            "targets": torch.from_numpy(_longer(targets, empty, IGNORE)),
+            "places": torch.from_numpy(_longer(places, empty, 0)),
+            "channels": torch.from_numpy(_longer(channels, empty, NO_CHANNEL)),
         }
         used = tokens.size - int(np.count_nonzero(tokens == special["pad"]))
         return Batch(tensors, {"loss": len(places)}, len(tokens), used)
+
+    def _room(self, tokens: int) -> int:
+        """How many places a steady batch has; the rare one with more keeps them all, and looks like no other."""
+        share = max(self.options.mask_probability, self.options.last_mask_probability or 0.0)
+        spread = math.sqrt(tokens * share * (1 - share)) * (2 if self.options.whole_words else 1)
+        return min(tokens, ROOM_STEP * math.ceil((share * tokens + ROOM_SPREADS * spread) / ROOM_STEP))
 
     def _word_starts(self, tokens: Array) -> Array:
         """For each token, where its word begins: a special token ends every word, and so the document."""
@@ -337,6 +357,10 @@ def _noise(rows: Rows, seed: int, length: int) -> U64:
     of_epoch = splitmix64((keys[0] ^ keys[1]) + rows.epochs.astype(np.uint64))
     of_row = splitmix64(of_epoch + rows.ids.astype(np.uint64))
     return splitmix64(of_row[:, None] + splitmix64(np.arange(length, dtype=np.uint64)))
+
+
+def _longer(values: Array, more: int, filling: int) -> Array:
+    return np.pad(values, (0, more), constant_values=filling) if more else values
 
 
 def _below(random: U64, limit: int) -> Array:
