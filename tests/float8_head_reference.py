@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy
+from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy, summands_of
 from tests.float8_reference import E4M3, E5M2, error, rounded
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -26,10 +26,12 @@ def head_case(tokens: int, width: int, words: int, *, weighted: bool, device: st
     return x, weight, targets.to(device), None if weights is None else weights.to(device)
 
 
-def gradients(given: Given, *, chunk: int, bias: Tensor | None = None, float8: bool = True) -> tuple[Tensor, ...]:
-    """The sum, and what a step makes of it: gradients of x and of the matrix."""
+def gradients(
+    given: Given, *, chunk: int, bias: Tensor | None = None, float8: bool = True, foretold: float = FACTOR
+) -> tuple[Tensor, ...]:
+    """The sum, and what a step makes of it: gradients of x and of the matrix. `foretold`: a factor, right or wrong."""
     x, weight, targets, weights = given
-    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16), summands_of(foretold):
         total = linear_cross_entropy(x, weight, targets, weights, chunk_tokens=chunk, bias_V=bias, float8=float8)
     return total.detach(), *torch.autograd.grad(total * FACTOR, (x, weight))
 

@@ -16,7 +16,7 @@ from lockstep.models import llama
 from lockstep.models.build import build
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import resolve
-from tests.float8_head_reference import check_gradients, exactly, gradients, head_case
+from tests.float8_head_reference import FACTOR, check_gradients, exactly, gradients, head_case
 from tests.float8_reference import error
 from tests.health import fake_triton
 
@@ -36,7 +36,9 @@ def test_gradients_are_those_of_rounded_numbers(
     check_gradients(given, gradients(given, chunk=chunk))
 
 
-def test_matrices_that_do_not_lie_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("foretold", [FACTOR, 1.0, 0.3, 1e-6, 0.0])
+def test_matrices_that_do_not_lie_by_rows(foretold: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels, which multiply by what is foretold at once, and by the rest of it later."""
     x, weight, targets, weights = head_case(64, 32, 48, weighted=True)
     expected = gradients((x, weight, targets, weights), chunk=32)
     across = [each.detach().t().contiguous().t().requires_grad_() for each in (x, weight)]
@@ -50,15 +52,16 @@ def test_matrices_that_do_not_lie_by_rows(monkeypatch: pytest.MonkeyPatch) -> No
             patch.setattr(module, "has_kernel", lambda _x: True)
         turned = float8_head.turned
         patch.setattr(float8_head, "logits_of", lambda *given: logits_of(*given).float())  # numpy has no bf16
-        patch.setattr(float8_head, "turned", lambda x: turned(x.float()))
-        found = gradients((across[0], across[1], apart, weights), chunk=32)
+        patch.setattr(float8_head, "turned", lambda x, *times: turned(x.float(), *times))
+        found = gradients((across[0], across[1], apart, weights), chunk=32, foretold=foretold)
     for one, other in zip(found, expected, strict=True):
         assert error(one, other.double()) < 0.005
 
 
 def plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Without the kernel that multiplies in place."""
-    return *[None if each is None else each * grad for each in ctx.gradients], *[None] * head.OTHERS
+    rest = grad / ctx.ahead  # of what was foretold
+    return *[None if each is None else each * rest for each in ctx.gradients], *[None] * head.OTHERS
 
 
 def test_rounding_is_seen_and_rounding_more_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,34 +78,56 @@ def test_rounding_is_seen_and_rounding_more_is_too_much(monkeypatch: pytest.Monk
         fewer = [((each.view(torch.uint8) & 0xFE).view(each.dtype), scale) for each, scale in (by_tokens, by_words)]
         return losses, float8_head.Delta(*fewer)
 
-    def twice(x: Tensor) -> float8_head.Cast:
-        numbers, scale = right_turned(x)
+    def off(*args: Any) -> float8_head.Cast:
+        numbers, scale = right_turned(*args)
         return numbers, scale * 1.02
 
-    for name, wrong in (("taken", coarse), ("turned", twice)):
+    for name, wrong in (("taken", coarse), ("turned", off)):
         with monkeypatch.context() as patch:
             patch.setattr(float8_head, name, wrong)
             with pytest.raises(AssertionError):
                 check_gradients(given, gradients(given, chunk=64))
 
 
-def test_a_small_weight_loses_nothing_to_a_large_one_and_rare_words_learn() -> None:
-    """Weights of 1/p reach 1000; a share of a large vocabulary is a millionth, which e4m3 would have lost."""
+def test_small_weights_beside_large_ones() -> None:
+    """Weights of 1/p reach 1000: each row of dx has its digits, and dW those of all tokens together."""
     given = head_case(160, 32, 64, weighted=True)
-    _, grad_x, _ = gradients(given, chunk=16)
-    for row, right in zip(grad_x, exactly(given)[1], strict=True):
+    _, grad_x, grad_weight = gradients(given, chunk=16)
+    _, right_x, right_weight = exactly(given)
+    for row, right in zip(grad_x, right_x, strict=True):
         assert error(row, right) < 0.15 if right.any() else not row.any()
+    assert error(grad_weight, right_weight) < 0.06
+    light = (*given[:2], given[2].where(torch.arange(160) >= 80, IGNORE), given[3])  # weights of 1 to 2 alone
+    assert error(gradients(light, chunk=16)[2], exactly(light)[2]) < 0.06
+
+
+def test_rare_words_learn() -> None:
+    """A share of a large vocabulary is a millionth and less, which e4m3, or a smaller ONE, would lose."""
     x, weight, targets, _ = head_case(160, 32, 64, weighted=False)
     with torch.no_grad():
         bias = torch.zeros(64)
-        bias[7] = -14.0
+        bias[7] = -17.0
         targets[targets == 7] = 8
     wide = x.detach().double(), weight.detach().double()
     logits = wide[0].bfloat16().double() @ wide[1].bfloat16().double().T + bias
     shares = logits.softmax(-1)[:, 7] * (targets != IGNORE)
-    assert 0 < float(shares.max()) < 2e-4
+    assert 0 < float(shares.max()) < 1e-5
     _, _, grad_weight = gradients((x, weight, targets, None), chunk=16, bias=bias)
     assert error(grad_weight[7], shares @ wide[0] / 8) < 0.15
+
+
+def test_forbidden_words_stay_so_where_tokens_are_filled_up() -> None:
+    """Token 0 too, which fills nothing."""
+    x, weight, targets, _ = head_case(37, 32, 48, weighted=False)
+    bias = torch.zeros(48)
+    bias[[0, 11]] = -math.inf
+    targets[(targets == 0) | (targets == 11)] = 1
+    total, grad_x, grad_weight = gradients((x, weight, targets, None), chunk=16, bias=bias)
+    plain = gradients((x, weight, targets, None), chunk=16, bias=bias, float8=False)
+    assert float(total) == pytest.approx(float(plain[0]), rel=1e-6)
+    assert not grad_weight[[0, 11]].any()
+    assert error(grad_x, plain[1].double()) < 0.08
+    assert error(grad_weight, plain[2].double()) < 0.08
 
 
 def test_who_cannot_is_served_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.kernels import float8_head
+from lockstep.kernels.float8 import ALIGNMENT
 from lockstep.models import float8
 from lockstep.models import llama as llama_module
 from lockstep.models.build import Built, build
+from lockstep.models.memory import FLOAT8_SIDE, Lora, chunk_tokens
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import memory_bytes, resolve
 from lockstep.runtime import precision
@@ -264,6 +267,9 @@ def test_additions_to_frozen_float8_matrices() -> None:
 def test_matrices_that_do_not_fit_stay_and_are_counted() -> None:
     built = made(llama(model_path="lockstep/demo"), "fp8")
     assert any("float8: 16 matrices of the blocks" in line and "; 12 stay in bf16" in line for line in built.notices)
+    built = made(llama(vocab_size=500), "fp8")
+    told = "float8: 28 matrices of the blocks, one scale for each matrix; the output matrix stays in bf16, having sides"
+    assert any(line.startswith(told) for line in built.notices)
     learnt(built)
     narrow = EncoderOptions.model_validate(
         {"model_path": "lockstep/mlm-tiny", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
@@ -281,7 +287,20 @@ def test_the_estimate_counts_no_copies_of_weights() -> None:
         assert (each.states, each.activations) == (plain.states, plain.activations)
         assert each.copies == 2 * shape.vocab_size * shape.hidden_size < plain.copies
     assert rowwise.head == plain.head
-    assert small.head == plain.head + 5 * shape.vocab_size * shape.hidden_size, "the matrix in float8, its gradient"
+    matrix, logits = shape.vocab_size * shape.hidden_size, shape.vocab_size * 32
+    assert small.head == plain.head + matrix + 2 * logits, "the matrix in float8, and twice the logits' gradient"
+    frozen, whole = (
+        memory_bytes(shape, dtype_name="fp8", **{**fixed, "batch_size": 1024}, lora=Lora(rank)).head for rank in (4, 0)
+    )
+    chunk = chunk_tokens(shape.vocab_size, in_place=True)
+    assert (frozen, whole) == (matrix + 4 * chunk * shape.vocab_size,) * 2, "here the logits are more than a product"
+    few = dataclasses.replace(shape, hidden_size=16384)
+    extra = [memory_bytes(few, dtype_name="fp8", **{**fixed, "batch_size": 1024}, lora=Lora(rank)).head
+             for rank in (4, 0)]  # fmt: skip
+    assert extra[1] - extra[0] == (4 * few.hidden_size - 2 * chunk) * few.vocab_size, "a product, of what learns"
+    odd = dataclasses.replace(shape, vocab_size=shape.vocab_size + 1)
+    assert memory_bytes(odd, dtype_name="fp8", **fixed).head == memory_bytes(odd, dtype_name="bf16", **fixed).head
+    assert FLOAT8_SIDE == ALIGNMENT
 
 
 # ------------------------------------------------------------------------------------------------ runs

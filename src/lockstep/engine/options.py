@@ -80,8 +80,8 @@ class TrainingOptions(Section, frozen=True):
     precision: Precision = setting(
         "auto",
         "auto: bf16 on GPUs that have it, fp32 on the CPU. fp16 scales the loss. fp8: as bf16, but the matrices of the "
-        "blocks and the output matrix's gradients are multiplied in float8, with a scale for each, or (rowwise) those "
-        "of the blocks with one for each row. Weights are fp32; fp64: for proofs.",
+        "blocks are multiplied in float8, with a scale for each (and so are the gradients of LLaMA's and LLaDA's "
+        "output matrix) or, fp8-rowwise, for each row. Weights are fp32; fp64: for proofs.",
     )
     save_interval: int = setting(
         100, "Steps between checkpoints; 0: only the last.", unit="steps", role="cosmetic", ge=0, le=1 << 40

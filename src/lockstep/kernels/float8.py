@@ -14,6 +14,11 @@ LEAST_PEAK = 2.0**-100  # of a matrix of zeros: its scale is finite, and so is t
 Cast = tuple[Tensor, Tensor]  # numbers in float8, and what they are to be multiplied by
 
 
+def is_aligned(*sizes: int) -> bool:
+    """Whether the tensor cores take the products of a matrix with such sides."""
+    return not any(size % ALIGNMENT for size in sizes)
+
+
 def factor_for(peak: Tensor, kind: torch.dtype) -> Tensor:
     """The power of two that brings the largest number near the largest that the type has."""
     factor = torch.finfo(kind).max / peak.clamp(min=LEAST_PEAK)

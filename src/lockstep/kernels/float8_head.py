@@ -4,9 +4,10 @@ Shapes: N tokens, D width, V vocabulary, C tokens of one chunk.
 
 Logits stay products of bf16: there, rounding hurts. Their gradient, delta_CV = softmax - one-hot, has two products,
 which are twice as fast in float8: dx_CD = w_C * delta_CV W_VD and dW_VD = delta_CV^T (w_C * x_CD), w_C being what each
-token counts. Without these weights delta lies between -1 and 1: nobody has to look for its scale, a token of weight
-1000 takes no digits from one of weight 1, and e5m2 reaches down to shares of 2^-31. The other factors are e4m3, each
-with one scale. Sums are exact, because one has as many terms as there are words.
+token counts. Without these weights delta lies between -1 and 1: nobody has to look for its scale, and e5m2 reaches down
+to shares of 2^-31. The other factors are e4m3, each with one scale: in dx a token of weight 1000 takes no digits from
+one of weight 1, in dW it takes some where x has numbers that are far larger than others. Sums are exact, because one
+has as many terms as there are words. What is lost: a row of delta no longer adds up to zero, by some thousandths.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.float8 import ALIGNMENT, Cast, factor_for, scaled_product
+from lockstep.kernels.float8 import ALIGNMENT, Cast, factor_for, is_aligned, scaled_product
 from lockstep.kernels.linear_cross_entropy import IGNORE, has_kernel, logits_of, plain_rows, weights_of
 
 ONE = 2.0**15  # what 1 is in e5m2, which ends at 57,344
@@ -33,7 +34,7 @@ class Delta(NamedTuple):
 def fits(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether this is for such a head; a bias that learns would need sums of delta too."""
     learns_bias = bias_V is not None and bias_V.requires_grad
-    return dtype == torch.bfloat16 and not learns_bias and not any(size % ALIGNMENT for size in weight_VD.shape)
+    return dtype == torch.bfloat16 and not learns_bias and is_aligned(*weight_VD.shape)
 
 
 def chunked_sum(  # noqa: PLR0913 - as the one it stands for
@@ -48,10 +49,12 @@ def chunked_sum(  # noqa: PLR0913 - as the one it stands for
     ahead: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
     """The sum and, where wanted, its gradients times `ahead`; the tokens are filled up to what the products want."""
-    count, missing = x_ND.shape[0], -x_ND.shape[0] % ALIGNMENT
-    x_low_ND, weight_low_VD = F.pad(x_ND.to(dtype), (0, 0, 0, missing)), weight_VD.to(dtype)
-    targets_N = F.pad(targets_N, (0, missing), value=IGNORE)
-    scale_N = F.pad(weights_of(targets_N[:count], token_weights_N, torch.float32), (0, missing))
+    count, x_low_ND, weight_low_VD = x_ND.shape[0], x_ND.to(dtype), weight_VD.to(dtype)
+    scale_N = weights_of(targets_N, token_weights_N, torch.float32)
+    if missing := -count % ALIGNMENT:
+        x_low_ND, scale_N = F.pad(x_low_ND, (0, 0, 0, missing)), F.pad(scale_N, (0, missing))
+        targets_N = F.pad(targets_N, (0, missing), value=IGNORE)
+    targets_N = targets_N.contiguous()
     bias_low_V = None if bias_V is None else bias_V.to(dtype)
     total = torch.zeros((), device=x_ND.device, dtype=torch.float32)
     grad_x_ND = torch.empty(x_low_ND.shape, dtype=x_ND.dtype, device=x_ND.device) if wanted[0] else None
@@ -60,13 +63,14 @@ def chunked_sum(  # noqa: PLR0913 - as the one it stands for
     chunk_tokens = max(ALIGNMENT, chunk_tokens - chunk_tokens % ALIGNMENT)
     for start in range(0, len(x_low_ND), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        x_CD, weights_C1 = x_low_ND[rows], (scale_N[rows] * ahead)[:, None]
-        losses_C, delta = taken(logits_of(x_CD, weight_low_VD, bias_low_V), targets_N[rows], scale_N[rows])
+        x_CD, scale_C = x_low_ND[rows], scale_N[rows]
+        losses_C, delta = taken(logits_of(x_CD, weight_low_VD, bias_low_V), targets_N[rows], scale_C)
         total += losses_C.sum()
         if grad_x_ND is not None and weight_DV is not None:
-            torch.mul(product(delta.by_tokens, weight_DV), weights_C1, out=grad_x_ND[rows])
+            torch.mul(product(delta.by_tokens, weight_DV), (scale_C * ahead)[:, None], out=grad_x_ND[rows])
         if wanted[1]:
-            grad_weight_VD = _added(grad_weight_VD, product(delta.by_words, turned(x_CD * weights_C1)))
+            weighted = turned(x_CD * scale_C[:, None], ahead)
+            grad_weight_VD = _added(grad_weight_VD, product(delta.by_words, weighted))
         del delta  # a gigabyte or two, that the next chunk needs
     grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
     return total, None if grad_x_ND is None else grad_x_ND[:count], grad_weight_VD, None
@@ -82,14 +86,15 @@ def product(left: Cast, right_turned: Cast) -> Tensor:
     return scaled_product(left, (numbers.t(), scale), out_dtype=torch.float32, exact=True)
 
 
-def turned(x: Tensor) -> Cast:
-    """The transpose of a matrix in e4m3, in one piece."""
+def turned(x: Tensor, times: float = 1.0) -> Cast:
+    """The transpose of a matrix in e4m3, in one piece; what it is multiplied by goes into its scale."""
     factor = factor_for(torch.linalg.vector_norm(x, torch.inf).float(), torch.float8_e4m3fn)
+    scale = factor.reciprocal() * times
     if not has_kernel(x):
-        return (x.float() * factor).to(torch.float8_e4m3fn).t().contiguous(), factor.reciprocal()
+        return (x.float() * factor).to(torch.float8_e4m3fn).t().contiguous(), scale
     from lockstep.kernels.float8_tiles import turn
 
-    return turn(x.contiguous(), factor), factor.reciprocal()
+    return turn(x.contiguous(), factor), scale
 
 
 def taken(logits_CV: Tensor, targets_C: Tensor, scale_C: Tensor) -> tuple[Tensor, Delta]:

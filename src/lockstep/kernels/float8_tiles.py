@@ -17,7 +17,7 @@ ROWS, COLUMNS, WARPS = 32, 64, 4  # of a tile; the quickest of 16 that were trie
 
 
 @triton.jit
-def _delta(  # noqa: PLR0913 - Triton takes no structures
+def _cross_entropy_delta(  # noqa: PLR0913 - Triton takes no structures
     logits,
     targets,
     normalisers,
@@ -67,7 +67,7 @@ def deltas(logits_CV: Tensor, targets_C: Tensor, normaliser_C: Tensor, *, one: f
     rows, columns = logits_CV.shape
     small_CV = torch.empty(rows, columns, dtype=torch.float8_e5m2, device=logits_CV.device)
     small_VC = torch.empty(columns, rows, dtype=torch.float8_e5m2, device=logits_CV.device)
-    kernel: Any = _delta
+    kernel: Any = _cross_entropy_delta
     with torch.cuda.device(logits_CV.device):
         kernel[_tiles(rows, columns)](
             logits_CV, targets_C, normaliser_C, small_CV, small_VC, rows, columns, logits_CV.stride(0), float(one),

@@ -208,11 +208,11 @@ def attend(  # noqa: PLR0913 - who sees whom, by name
         return flex(q_BHLE, k_BKLE, v_BKLE, block_mask=mask, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
     if backend == "flex":  # no gradient wanted: any kernel's forward pass repeats its bits, and none needs compiling
         return F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=causal, enable_gqa=grouped)
-    if backend == "cudnn" and causal and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        backend = "native_flash"  # a sample grows by a token at a time, and cuDNN makes a plan for each length: 40 ms
     # Here and not around the model: checkpointing runs a block again, later. Without gradients, as in sampling, rows
     # can be shorter than the kernel takes (cuDNN: one token), and the plain maths may step in; as for any short row.
     kernels = [KERNELS[backend]]
+    if backend == "cudnn" and _grows(q_BHLE, causal=causal):
+        kernels.insert(0, KERNELS["native_flash"])
     helped = dropout or q_BHLE.shape[2] < SHORT_ROW or not torch.is_grad_enabled()
     if backend != "native_math" and helped:  # naming one twice fails in a compiled block
         kernels.append(SDPBackend.MATH)
@@ -221,6 +221,12 @@ def attend(  # noqa: PLR0913 - who sees whom, by name
         return F.scaled_dot_product_attention(
             q_BHLE, k_BKLE, v_BKLE, attn_mask=mask, dropout_p=dropout, is_causal=plain, enable_gqa=grouped
         )
+
+
+def _grows(q_BHLE: Tensor, *, causal: bool) -> bool:
+    """Whether this may be a sample, one row that is a token longer each time: cuDNN would make a plan for it, 40 ms."""
+    plainly = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return causal and len(q_BHLE) == 1 and plainly
 
 
 def _flash_attn_package(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, causal: bool) -> Tensor:

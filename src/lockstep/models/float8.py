@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.kernels.float8 import ALIGNMENT, Cast, factor_for, scaled_product
+from lockstep.kernels.float8 import ALIGNMENT, Cast, factor_for, is_aligned, scaled_product
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, rowwise: bool = False) -> Tensor:
@@ -132,22 +132,20 @@ def convert(model: nn.Module, precision: str) -> str:
     rowwise = precision == "fp8-rowwise"
     for module, name, child in fitting:
         setattr(module, name, Float8Linear(child, rowwise=rowwise))
-    head = not rowwise and has_float8_head(model)
+    head = not rowwise and hasattr(model, "float8_head")  # an encoder's has a bias that learns
     if head:
         model.float8_head = True  # pyright: ignore[reportArgumentType] - torch declares modules and tensors
-    scales = "a scale for each row" if rowwise else "one scale for each matrix"
-    others = len(places) - len(fitting)
-    rest = f"; {others} stay in bf16, having sides that are no multiples of {ALIGNMENT}" if others else ""
-    gradients = ", and the output matrix's gradients" if head else ""
-    return f"float8: {len(fitting)} matrices of the blocks{gradients}, {scales}{rest}"
-
-
-def has_float8_head(model: nn.Module) -> bool:
-    """Whether its output matrix can have gradients in float8; an encoder's has a bias that learns."""
     shape: Any = model.shape
-    return hasattr(model, "float8_head") and not (shape.vocab_size % ALIGNMENT or shape.hidden_size % ALIGNMENT)
+    aligned = is_aligned(shape.vocab_size, shape.hidden_size)
+    scales = "a scale for each row" if rowwise else "one scale for each matrix"
+    count = len(places) - len(fitting)
+    others = " and ".join(filter(None, (str(count or ""), "the output matrix" if head and not aligned else "")))
+    stay = "stay" if count else "stays"
+    rest = f"; {others} {stay} in bf16, having sides that are no multiples of {ALIGNMENT}" if others else ""
+    gradients = ", and the output matrix's gradients" if head and aligned else ""
+    return f"float8: {len(fitting)} matrices of the blocks{gradients}, {scales}{rest}"
 
 
 def fits(layer: nn.Linear) -> bool:
     """Whether the tensor cores take all three products of it."""
-    return not (layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT)
+    return is_aligned(layer.in_features, layer.out_features)

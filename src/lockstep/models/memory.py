@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lockstep.models.shapes import Shape
 
 FLOAT8 = ("fp8", "fp8-rowwise")  # what is kept for the backward pass is bf16 all the same
+FLOAT8_SIDE = 16  # sides of an output matrix are multiples of it, or its gradients stay bf16
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8} | dict.fromkeys(FLOAT8, 2)
 STATE_BYTES = {"bf16": 4.0, "int8": 2 + 8 / 256}  # of both moments, with a scale each for blocks of 256
 LORA_MATRICES = {  # setting -> our name inside a block
@@ -137,7 +138,7 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
         ) + _gathered_bytes(shape, lora, dtype_name, sharing),
         activations=kept + 3 * residual,
         head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=head_tokens <= chunk)
-        + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk)),
+        + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk), whole=head_tokens <= chunk),
     )  # fmt: skip
 
 
@@ -149,15 +150,17 @@ def _logit_bytes(item: int, *, whole: bool) -> int:
     return item if item < 4 else 3 * item if whole else 2 * max(4, item) + item
 
 
-def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int) -> int:
+def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int, *, whole: bool) -> int:
     """What float8 gradients of an output matrix need beside its logits.
 
-    The matrix turned over, and the logits' gradient both ways; when the logits are gone, a product in fp32 is there.
+    The matrix turned over, and the logits' gradient both ways; when the logits are gone, a product in fp32 is there,
+    to be added to the gradient, which the first one is itself.
     """
-    if dtype_name != "fp8" or not isinstance(shape, LlamaShape):
+    fits = isinstance(shape, LlamaShape) and not (shape.vocab_size % FLOAT8_SIDE or shape.hidden_size % FLOAT8_SIDE)
+    if dtype_name != "fp8" or not fits:
         return 0
     delta, matrix = tokens * shape.vocab_size, shape.vocab_size * shape.hidden_size
-    product = 0 if lora.rank else 4 * matrix
+    product = 0 if lora.rank or whole else 4 * matrix
     return matrix + 2 * delta + max(0, product - ITEM_BYTES[dtype_name] * delta)
 
 
