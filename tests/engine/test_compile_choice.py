@@ -22,6 +22,7 @@ from lockstep.errors import Stopped
 from lockstep.models import block_timing, build, shapes
 from lockstep.models.block_timing import BlockWork
 from lockstep.models.build import compile_blocks
+from lockstep.objectives.mlm import Mlm
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, gpu_clock, hardware, measured, signals
 from lockstep.runtime.group import Group
@@ -205,6 +206,12 @@ def test_an_agent_whose_step_may_be_one_graph_is_compiled(gpu: Gpu) -> None:
     assert gpu.timed == []
     for family in ("mlm", "llada"):
         assert choose(family=family) == (False, OFF.format("now"))
+
+
+def test_a_small_encoder_is_timed_although_its_step_may_be_one_graph(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.times = dict(SLOW)
+    monkeypatch.setattr(Mlm, "steady", True)
+    assert choose(family="mlm") == (False, OFF.format("now"))
 
 
 def saved_by(compiled: Any, **about: Any) -> dict[str, Any]:

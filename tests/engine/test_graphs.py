@@ -6,6 +6,7 @@ recorded. On a GPU: tests/gpu/test_cuda_graph.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.contracts import Batch
 from lockstep.engine import graphs
+from lockstep.engine import step as step_module
 from lockstep.engine.graphs import StepGraph, choose, obstacle
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.step import Reading, Stepper
@@ -176,7 +178,7 @@ def test_what_rows_count_is_that_of_the_step(precision: str, monkeypatch: pytest
     """As many rows, of which another number counts each time; the control: shares as they were recorded."""
 
     def read(stepper: Stepper) -> str:
-        valid = [[1] * each + [0] * (ROWS - each) for each in (8, 3, 3, 1, 7)]
+        valid = [[1] * each + [0] * (ROWS - each) for each in (8, 3, 3, 1, 7, 8)]
         return str([stepper.launch(step, [make_batch(ROWS, seed=step, valid=rows)]).read()
                     for step, rows in enumerate(valid)])  # fmt: skip
 
@@ -184,7 +186,7 @@ def test_what_rows_count_is_that_of_the_step(precision: str, monkeypatch: pytest
     assert read(graph) == (expected := read(plain))
     assert same(plain, graph)
     recording: Any = graph.graph._recording  # pyright: ignore[reportOptionalMemberAccess, reportPrivateUsage]
-    assert recording.replays == 5
+    assert recording.replays == 6
     monkeypatch.setattr(StepGraph, "_tell", lambda *_: None)
     assert read(graphed(precision)) != expected
 
@@ -205,6 +207,21 @@ def test_what_comes_before_each_replay() -> None:
     assert order == ["wait", "work, updating True"]
     assert not stepper.updating
     assert all(torch.equal(batch.tensors[name], tensor) for name, tensor in given.items())
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_what_lies_on_the_device_is_not_foretold(steady: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would have to ask for it, in the middle of a recording; plain steps have the bits of recorded ones."""
+    told: list[Any] = []
+
+    def noted(factor: Any) -> contextlib.AbstractContextManager[None]:
+        told.append(factor)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(step_module, "summands_of", noted)
+    monkeypatch.setattr(Steady, "steady", steady)
+    trained(graphed() if steady else made(), 1)
+    assert set(told) == {1.0 if steady else 1 / ROWS}
 
 
 # ------------------------------------------------------------------------------------------------------- the choice

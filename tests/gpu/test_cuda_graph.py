@@ -73,13 +73,6 @@ def forced(least: float) -> Iterator[None]:
         yield
 
 
-MLM: dict[str, Any] = {
-    "system.device": "cuda", "training.max_steps": 30, "training.eval_interval": 10, "training.save_interval": 15,
-    "training.eval_batches": 1, "debug.digest_interval": 1, "data.num_workers": 0, "model.dropout": 0.1,
-    "report.sample_prompt": "",
-}  # fmt: skip
-
-
 def ran(folder: Path, settings: Mapping[str, Any], least: float, *, family: str = "ad", **how: Any) -> Recorder:
     """A run with graphs or without, of which the recorder tells."""
     with repeating(), forced(least):
@@ -89,9 +82,11 @@ def ran(folder: Path, settings: Mapping[str, Any], least: float, *, family: str 
 
 
 @contextmanager
-def ready(folder: Path, settings: Mapping[str, Any], *, preset: str = "tiny", least: float = ALWAYS) -> Iterator[Parts]:
+def ready(
+    folder: Path, settings: Mapping[str, Any], *, family: str = "ad", preset: str = "tiny", least: float = ALWAYS
+) -> Iterator[Parts]:
     """A run that has rehearsed and is about to begin."""
-    loaded = load("ad", preset=preset, flags=flags(settings))
+    loaded = load(family, preset=preset, flags=flags(settings))
     planned = plan(loaded, CUDA)
     assembled = assemble(planned, RunDir(folder), point=None, sinks=[], stop=StopRequest(), group=None)
     try:
@@ -132,20 +127,6 @@ def test_a_graph_has_the_bits_of_plain_steps_and_so_has_what_goes_on(
     assert ran(tmp_path / "begun plainly", settings, ALWAYS, point=point).trace == graph[25:]
     other = ran(tmp_path / "other", {**settings, "system.seed": 1, "training.max_steps": 2}, ALWAYS)
     assert other.trace[0] != graph[0]  # the control
-
-
-@pytest.mark.usefixtures("shared_cache")
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("documents", ["masked", "separated"])
-def test_small_encoders_too_although_their_places_change(tmp_path: Path, precision: str, documents: str) -> None:
-    """Each step hides another number of tokens: batches have room for more, and shares lie on the device."""
-    settings = {**MLM, "training.precision": precision, "data.documents": documents}
-    graph, plain = (ran(tmp_path / str(least), settings, least, family="mlm").trace for least in (ALWAYS, NEVER))
-    assert len(graph) == 30
-    assert graph == plain
-    for begun, least in ((ALWAYS, NEVER), (NEVER, ALWAYS)):
-        point = tmp_path / str(begun) / "checkpoints" / "step_00000015"
-        assert ran(tmp_path / f"rest{least}", settings, least, family="mlm", point=point).trace == graph[15:]
 
 
 def test_what_lies_between_steps_does_not_disturb_them(tmp_path: Path) -> None:

@@ -162,6 +162,28 @@ def test_only_the_gradient_that_is_needed_is_computed(frozen: str, monkeypatch: 
     assert (x.grad is None, weight.grad is None) == (frozen == "x", frozen == "weight")
 
 
+@pytest.mark.parametrize("chunk", [16, 25, 1000])
+def test_products_are_such_as_a_gpu_takes_and_their_sums_exact(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes any, and knows no others."""
+    seen: list[tuple[int, ...]] = []
+    right = float8_head.scaled_product
+
+    def asked(left: float8_head.Cast, other: float8_head.Cast, **how: Any) -> Tensor:
+        assert how == {"out_dtype": torch.float32, "exact": True}
+        assert left[0].is_contiguous()
+        assert other[0].t().is_contiguous()
+        seen.append((*left[0].shape, other[0].shape[1]))
+        return right(left, other, **how)
+
+    monkeypatch.setattr(float8_head, "scaled_product", asked)
+    monkeypatch.setattr(head, "has_kernel", lambda _x: True)  # else few tokens are not taken in chunks
+    monkeypatch.setattr(float8_head, "has_kernel", lambda _x: False)
+    monkeypatch.setattr(head._ChunkedSum, "backward", plain_backward)
+    gradients(head_case(70, 32, 48, weighted=False), chunk=chunk)
+    assert seen
+    assert all(size % 16 == 0 for sizes in seen for size in sizes)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1])
 def test_what_is_not_finite_stays_so(bad: float, place: int) -> None:

@@ -298,8 +298,11 @@ def test_the_estimate_counts_no_copies_of_weights() -> None:
     extra = [memory_bytes(few, dtype_name="fp8", **{**fixed, "batch_size": 1024}, lora=Lora(rank)).head
              for rank in (4, 0)]  # fmt: skip
     assert extra[1] - extra[0] == (4 * few.hidden_size - 2 * chunk) * few.vocab_size, "a product, of what learns"
-    odd = dataclasses.replace(shape, vocab_size=shape.vocab_size + 1)
-    assert memory_bytes(odd, dtype_name="fp8", **fixed).head == memory_bytes(odd, dtype_name="bf16", **fixed).head
+    encoder = resolve(EncoderOptions.model_validate({"model_path": "lockstep/mlm-tiny"}), context_length=32)
+    wide, narrow = ({"vocab_size": shape.vocab_size + 1}, {"hidden_size": 24})
+    for other in (*(dataclasses.replace(shape, **odd) for odd in (wide, narrow)), encoder):
+        heads = [memory_bytes(other, dtype_name=kind, **fixed).head for kind in ("fp8", "bf16")]
+        assert heads[0] == heads[1], "who has none in float8"
     assert FLOAT8_SIDE == ALIGNMENT
 
 

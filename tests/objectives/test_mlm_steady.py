@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.bench.drive import with_rows
+from lockstep.config.load import load
 from lockstep.contracts import Batch, Draw
 from lockstep.engine import first_loss, graphs
+from lockstep.engine.build import plan
 from lockstep.kernels.linear_cross_entropy import IGNORE
 from lockstep.models.encoder import Encoder
 from lockstep.models.encoder_shapes import EncoderShape
 from lockstep.models.initialise import initialise
 from lockstep.objectives import mlm
-from tests.engine.test_graphs import StandIn
+from tests.engine.taped import Taped
 from tests.gates.training import run
 from tests.objectives.test_mlm import DRAW, SIZE, made, rows_of, text
 
@@ -47,9 +50,10 @@ def test_every_batch_looks_alike_and_says_the_same(options: dict[str, Any]) -> N
         assert steady.weights == plain.weights
         assert (steady.rows, steady.tokens) == (plain.rows, plain.tokens)
         assert torch.equal(steady.tensors["inputs"], plain.tensors["inputs"])
-        for name, empty in zip(NAMES, (IGNORE, 0, mlm.NO_CHANNEL), strict=True):
+        for name, empty in (("targets", IGNORE), ("channels", mlm.NO_CHANNEL), ("places", None)):
             assert torch.equal(steady.tensors[name][:count], plain.tensors[name])
-            assert (steady.tensors[name][count:] == empty).all()
+            rest = steady.tensors[name][count:]
+            assert torch.equal(rest, torch.arange(len(rest))) if empty is None else (rest == empty).all()
             assert steady.tensors[name].dtype == plain.tensors[name].dtype
         looks.add(tuple((name, steady.tensors[name].shape) for name in NAMES))
         counts.add(count)
@@ -115,17 +119,26 @@ SETTINGS: dict[str, Any] = {
 def _recordable(monkeypatch: pytest.MonkeyPatch, shared_cache: None) -> None:
     """The CPU stands for a GPU, and does again what a graph would."""
     monkeypatch.setattr(graphs, "RECORDABLE", ("cpu",))
-    monkeypatch.setattr(graphs, "choose", partial(graphs.choose, record=StandIn))
+    monkeypatch.setattr(graphs, "choose", partial(graphs.choose, record=Taped))
 
 
 @pytest.mark.usefixtures("_recordable")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        ("fp32", {}),
+        ("bf16", {"data.documents": "separated"}),
+        ("fp16", {"data.documents": "padded"}),
+        ("fp32", {"model.architecture": "modern"}),
+    ],
+)
 def test_a_recorded_run_has_the_bits_of_a_plain_one_and_goes_on_either_way(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ran(name: str, least: float, point: Path | None = None) -> list[tuple[Any, ...]]:
         monkeypatch.setattr(graphs, "LAUNCH_BOUND", least)
-        parts, found = run(tmp_path / name, {**SETTINGS, "training.precision": precision}, family="mlm", point=point)
+        given = {**SETTINGS, **settings, "training.precision": precision}
+        parts, found = run(tmp_path / name, given, family="mlm", point=point)
         graph = parts.stepper.graph
         assert (graph is not None) is (least == 0)
         if graph is not None:
@@ -141,6 +154,41 @@ def test_a_recorded_run_has_the_bits_of_a_plain_one_and_goes_on_either_way(
         assert ran(f"on from {name}", least, point) == graph[4:]
 
 
+def host_number(self: mlm.Mlm, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    """A loss that depends on what only the host knows."""
+    return {"loss": PLAIN_LOSS(self, model, batch)["loss"] * (1 + 1e-3 * batch.weights["loss"])}
+
+
+def look(self: mlm.Mlm, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    """One that has to look at the device."""
+    return {"loss": PLAIN_LOSS(self, model, batch)["loss"] * (1 + 1e-3 * int((batch.tensors["targets"] >= 0).sum()))}
+
+
+PLAIN_LOSS = mlm.Mlm.loss
+
+
+@pytest.mark.usefixtures("_recordable")
+def test_what_a_graph_would_get_wrong_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controls of the test above: a number of the host is frozen, a look at the device cannot be recorded."""
+
+    def ran(name: str, least: float) -> tuple[list[tuple[Any, ...]], bool]:
+        monkeypatch.setattr(graphs, "LAUNCH_BOUND", least)
+        parts, found = run(tmp_path / name, {**SETTINGS, "training.max_steps": 4}, family="mlm")
+        return found.trace, parts.stepper.graph is not None
+
+    monkeypatch.setattr(mlm.Mlm, "loss", host_number)
+    (graph, recorded), (plain, _) = ran("graph", 0.0), ran("plain", math.inf)
+    assert recorded
+    assert graph != plain
+    monkeypatch.setattr(mlm.Mlm, "loss", look)
+    (graph, recorded), (plain, _) = ran("looks", 0.0), ran("looks plainly", math.inf)
+    assert not recorded
+    assert graph == plain
+    assert "recording it failed: operation not permitted when stream is capturing: _local_scalar_dense" in caplog.text
+
+
 @pytest.mark.usefixtures("_recordable")
 def test_only_small_models_are_steady_and_only_where_steps_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,11 +197,20 @@ def test_only_small_models_are_steady_and_only_where_steps_are_recorded(
         return run(tmp_path / "run", {**SETTINGS, "training.max_steps": 1}, family="mlm")[0].stepper.steady
 
     assert steady()
+    planned = plan(load("mlm", preset="tiny"), torch.device("cpu"))
+    assert with_rows(planned, tmp_path)[0].objective.steady, "and so it is benched"
     with monkeypatch.context() as patch:
         patch.setattr(graphs, "SMALL_MODEL", 10)
         assert not steady()
     monkeypatch.setattr(graphs, "RECORDABLE", ("cuda",))
     assert not steady()
+
+
+def test_how_much_room_there_is() -> None:
+    """0.15 of 1,000 is 150, and 11.3 its standard deviation; whole words come in lumps."""
+    assert made().steadied()._room(1000) == 224
+    assert made(whole_words=True).steadied()._room(1000) == 288
+    assert graphs.SMALL_MODEL == 20_000_000, "as docs/speed.md says"
 
 
 def test_room_is_for_the_largest_share_of_a_schedule() -> None:

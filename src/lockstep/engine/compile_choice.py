@@ -62,7 +62,7 @@ class Chooser(Clocked):
         return True, f"compile: on (auto; a block takes {compiled:.3g} ms, {plain:.3g} as it is{why}; measured {day})"
 
     def _may_be_recorded(self) -> bool:
-        return isinstance(self.plan.shape, AgentShape) or getattr(self.plan.objective, "steady", False)
+        return isinstance(self.plan.shape, AgentShape)  # small encoders too, but their blocks are timed as others' are
 
     def _work(self, options: ModelOptions, facts: dict[str, Any]) -> BlockWork:
         asked = ("dtype_name", "attention", "checkpointing", "documents_apart", "sharded")

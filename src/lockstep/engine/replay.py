@@ -18,7 +18,7 @@ from lockstep.config.load import from_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, StepRecord
 from lockstep.data.tokenize import load_tokenizer
-from lockstep.engine import adapters, bundle, histories, verdict
+from lockstep.engine import adapters, bundle, graphs, histories, verdict
 from lockstep.engine.autopsy import BadStep, find_place, run_again
 from lockstep.engine.build import Plan, make_model, make_objective
 from lockstep.engine.bundle import Bundle
@@ -84,6 +84,7 @@ def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Chang
     )
     precision.resolve(config.training.precision, device)  # honoured or refused
     batches, objective = _given(read, config)
+    objective = graphs.steadied(objective, shapes.from_hf(read.about["shape"]), device)
     if missing := objective.terms.keys() - read.about["denominators"].keys():
         raise DataError(f"it does not say what {', '.join(sorted(missing))} is a mean over", where=str(read.folder))
     if change.drop >= 0:

@@ -87,7 +87,7 @@ def score_next_tokens(
 def score_targets(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, chunk_tokens: int, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(cross-entropy of each target, whether it was the most likely token), for evaluation; every target is one."""
+    """(cross-entropy of each target, whether it was the most likely token), for evaluation; 0 and no where ignored."""
     losses_N = torch.empty_like(targets_N, dtype=torch.float64 if x_ND.dtype == torch.float64 else torch.float32)
     correct_N = torch.empty_like(targets_N, dtype=torch.bool)
     for start in range(0, x_ND.shape[0], chunk_tokens):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.kernels.linear_cross_entropy import has_kernel, linear_cross_entropy, score_targets
+from lockstep.kernels.linear_cross_entropy import IGNORE, has_kernel, linear_cross_entropy, score_targets
 from lockstep.models.attention import attend, document_mask, window_mask
 from lockstep.models.embedding import as_residual, check_ids, table
 from lockstep.models.encoder_shapes import EncoderShape
@@ -181,7 +181,8 @@ class Encoder(nn.Module):
             return score(x_MD, self.tok_embed.weight, targets_M, chunk_tokens=chunk, bias_V=self.head.bias)
         except (IndexError, RuntimeError) as error:
             if isinstance(error, IndexError) or "out of bounds" in str(error):  # not out of memory: this takes some
-                check_ids(self.shape.vocab_size, inputs_BL, *(() if targets_M is None else (targets_M,)))
+                real = () if targets_M is None else (targets_M[targets_M != IGNORE],)
+                check_ids(self.shape.vocab_size, inputs_BL, *real)
             raise
 
     def hidden(self, inputs_BL: Tensor, documents_BL: Tensor | None = None) -> Tensor:

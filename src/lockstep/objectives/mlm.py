@@ -213,15 +213,17 @@ class Mlm:
         empty = max(0, self._room(tokens.size) - len(places)) if self.steady else 0
         tensors = {
             "inputs": torch.from_numpy(inputs.reshape(tokens.shape)),
-            "targets": torch.from_numpy(_longer(targets, empty, IGNORE)),
-            "places": torch.from_numpy(_longer(places, empty, 0)),
-            "channels": torch.from_numpy(_longer(channels, empty, NO_CHANNEL)),
+            "targets": torch.from_numpy(_longer(targets, np.full(empty, IGNORE))),
+            "places": torch.from_numpy(
+                _longer(places, np.arange(empty))
+            ),  # not all the same: a GPU adds them up in turn
+            "channels": torch.from_numpy(_longer(channels, np.full(empty, NO_CHANNEL))),
         }
         used = tokens.size - int(np.count_nonzero(tokens == special["pad"]))
         return Batch(tensors, {"loss": len(places)}, len(tokens), used)
 
     def _room(self, tokens: int) -> int:
-        """How many places a steady batch has; the rare one with more keeps them all, and looks like no other."""
+        """How many places a steady batch has, [PAD]s counted in. The rare one with more looks like no other."""
         share = max(self.options.mask_probability, self.options.last_mask_probability or 0.0)
         spread = math.sqrt(tokens * share * (1 - share)) * (2 if self.options.whole_words else 1)
         return min(tokens, ROOM_STEP * math.ceil((share * tokens + ROOM_SPREADS * spread) / ROOM_STEP))
@@ -359,8 +361,8 @@ def _noise(rows: Rows, seed: int, length: int) -> U64:
     return splitmix64(of_row[:, None] + splitmix64(np.arange(length, dtype=np.uint64)))
 
 
-def _longer(values: Array, more: int, filling: int) -> Array:
-    return np.pad(values, (0, more), constant_values=filling) if more else values
+def _longer(values: Array, more: Array) -> Array:
+    return np.concatenate((values, more.astype(values.dtype))) if len(more) else values
 
 
 def _below(random: U64, limit: int) -> Array:
