@@ -210,14 +210,13 @@ class Mlm:
         targets = inputs[places]
         inputs[places[channels == 0]] = special["mask"]
         inputs[places[channels == 1]] = self._ordinary_ids[_below(again[channels == 1], len(self._ordinary_ids))]
-        empty = max(0, self._room(tokens.size) - len(places)) if self.steady else 0
+        more = max(0, self._room(tokens.size) - len(places)) if self.steady else 0
+        spare = np.arange(more)  # different places: what comes back to the same one, a GPU adds in turn
         tensors = {
             "inputs": torch.from_numpy(inputs.reshape(tokens.shape)),
-            "targets": torch.from_numpy(_longer(targets, np.full(empty, IGNORE))),
-            "places": torch.from_numpy(
-                _longer(places, np.arange(empty))
-            ),  # not all the same: a GPU adds them up in turn
-            "channels": torch.from_numpy(_longer(channels, np.full(empty, NO_CHANNEL))),
+            "targets": torch.from_numpy(_longer(targets, np.full(more, IGNORE))),
+            "places": torch.from_numpy(_longer(places, spare)),
+            "channels": torch.from_numpy(_longer(channels, np.full(more, NO_CHANNEL))),
         }
         used = tokens.size - int(np.count_nonzero(tokens == special["pad"]))
         return Batch(tensors, {"loss": len(places)}, len(tokens), used)
