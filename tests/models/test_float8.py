@@ -18,7 +18,7 @@ from lockstep.kernels.float8 import ALIGNMENT
 from lockstep.models import float8
 from lockstep.models import llama as llama_module
 from lockstep.models.build import Built, build
-from lockstep.models.memory import FLOAT8_SIDE, Lora, chunk_tokens
+from lockstep.models.memory import FLOAT8_SIDE, Lora, Sharing, chunk_tokens
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
 from lockstep.models.shapes import memory_bytes, resolve
 from lockstep.runtime import precision
@@ -281,7 +281,8 @@ def test_matrices_that_do_not_fit_stay_and_are_counted() -> None:
 
 def test_the_estimate_counts_no_copies_of_weights() -> None:
     shape = resolve(LlamaOptions.model_validate({"model_path": "lockstep/base"}), context_length=32)
-    fixed: dict[str, Any] = {"batch_size": 1, "context_length": 32, "checkpointing": False, "compiled": True}
+    fixed: dict[str, Any] = {"batch_size": 1, "context_length": 32, "checkpointing": False, "compiled": True,
+                             "sharing": Sharing(standing_gradients=True)}  # fmt: skip
     plain, small, rowwise = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("bf16", *ROWS_LAST))
     for each in (small, rowwise):
         assert (each.states, each.activations) == (plain.states, plain.activations)
@@ -304,6 +305,17 @@ def test_the_estimate_counts_no_copies_of_weights() -> None:
         heads = [memory_bytes(other, dtype_name=kind, **fixed).head for kind in ("fp8", "bf16")]
         assert heads[0] == heads[1], "who has none in float8"
     assert FLOAT8_SIDE == ALIGNMENT
+
+
+def test_the_estimate_of_the_head_knows_that_gradients_come_later() -> None:
+    """On an H200, batch 4, the peak was 41.45 GiB (18 November), without this 47.3 were expected."""
+    shape = resolve(LlamaOptions.model_validate({"num_layers": 4}), context_length=8192)
+    fixed: dict[str, Any] = {"batch_size": 4, "context_length": 8192, "checkpointing": False, "compiled": True}
+    small, rowwise = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ROWS_LAST)
+    assert small.total / 2**30 == pytest.approx(41.45, rel=0.1)
+    assert small.head == rowwise.head, "the blocks' gradients will take more than the head needs"
+    standing = memory_bytes(shape, dtype_name="fp8", **fixed, sharing=Sharing(standing_gradients=True))
+    assert standing.head - small.head == shape.vocab_size * (shape.hidden_size + 2 * 8192)
 
 
 # ------------------------------------------------------------------------------------------------ runs

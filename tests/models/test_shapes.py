@@ -192,10 +192,8 @@ def test_logits_exist_a_chunk_at_a_time_and_only_where_they_are_in_place_are_chu
         )
         return memory.head / EIGHT.vocab_size
 
-    for dtype_name in ("bf16", "fp16", "fp8-rowwise"):
+    for dtype_name in ("bf16", "fp16", "fp8"):
         assert [head(tokens, dtype_name) for tokens in (100, 8192, 90_000)] == [200, 16384, 16384]
-    width = EIGHT.hidden_size
-    assert [head(tokens, "fp8") for tokens in (100, 8192, 90_000)] == [width + 400, *[width + 4 * 8192] * 2]
     assert [head(tokens, "fp32") for tokens in (100, 2048, 90_000)] == [1200, 24576, 24576]
     assert head(90_000, "fp64") == 2048 * 24
 

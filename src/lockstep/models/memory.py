@@ -128,18 +128,18 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
     weights, gradients, moments = (
         part // sharing.shards for part in _states(shape, lora, dtype_name, optimizer_states)
     )
+    later = 0 if sharing.standing_gradients else gradients
+    whole = head_tokens <= chunk
     return Memory(
         weights=weights,
         gradients=gradients,
         moments=moments,
-        copies=_cast_bytes(
-            shape, lora, item, checkpointing or recast, compiled or recast,
-            0 if sharing.standing_gradients else gradients,
-        ) + _gathered_bytes(shape, lora, dtype_name, sharing),
+        copies=_cast_bytes(shape, lora, item, checkpointing or recast, compiled or recast, later)
+        + _gathered_bytes(shape, lora, dtype_name, sharing),
         activations=kept + 3 * residual,
-        head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=head_tokens <= chunk)
-        + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk), whole=head_tokens <= chunk),
-    )  # fmt: skip
+        head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=whole)
+        + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk), whole, later),
+    )
 
 
 def _logit_bytes(item: int, *, whole: bool) -> int:
@@ -150,18 +150,19 @@ def _logit_bytes(item: int, *, whole: bool) -> int:
     return item if item < 4 else 3 * item if whole else 2 * max(4, item) + item
 
 
-def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int, *, whole: bool) -> int:
-    """What float8 gradients of an output matrix need beside its logits.
+def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int, whole: bool, later: int) -> int:
+    """What float8 gradients of an output matrix need beside its logits, more than the gradients that come later.
 
     The matrix turned over, and the logits' gradient both ways; when the logits are gone, a product in fp32 is there,
-    to be added to the gradient, which the first one is itself.
+    to be added to the gradient, which the first one is itself. Of the `later` bytes none are there, but its own.
     """
     fits = isinstance(shape, LlamaShape) and not (shape.vocab_size % FLOAT8_SIDE or shape.hidden_size % FLOAT8_SIDE)
     if dtype_name != "fp8" or not fits:
         return 0
     delta, matrix = tokens * shape.vocab_size, shape.vocab_size * shape.hidden_size
     product = 0 if lora.rank or whole else 4 * matrix
-    return matrix + 2 * delta + max(0, product - ITEM_BYTES[dtype_name] * delta)
+    needed = matrix + 2 * delta + max(0, product - ITEM_BYTES[dtype_name] * delta)
+    return max(0, needed - max(0, later - 4 * matrix))
 
 
 def _states(shape: Shape, lora: Lora, dtype_name: str, optimizer_states: str) -> tuple[int, int, int]:
