@@ -15,7 +15,10 @@ from lockstep.bench.drive import with_rows
 from lockstep.config.load import load
 from lockstep.contracts import Batch, Draw
 from lockstep.engine import first_loss, graphs
+from lockstep.engine import replay as replaying
 from lockstep.engine.build import plan
+from lockstep.errors import NonFiniteError
+from lockstep.health.finding import from_json
 from lockstep.kernels.linear_cross_entropy import IGNORE
 from lockstep.models.encoder import Encoder
 from lockstep.models.encoder_shapes import EncoderShape
@@ -204,6 +207,26 @@ def test_only_small_models_are_steady_and_only_where_steps_are_recorded(
         assert not steady()
     monkeypatch.setattr(graphs, "RECORDABLE", ("cuda",))
     assert not steady()
+
+
+@pytest.mark.usefixtures("_recordable")
+def test_a_bad_step_is_run_again_as_it_was_and_without_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULT", "nan_grad@step=1,tensor=tok_embed.weight")
+    with pytest.raises(NonFiniteError) as caught:
+        run(tmp_path, SETTINGS, family="mlm")
+    steady: list[bool] = []
+    plain = replaying._stepper
+
+    def noted(*args: Any, **named: Any) -> Any:
+        made = plain(*args, **named)
+        steady.append(made[0].steady)
+        return made
+
+    monkeypatch.setattr(replaying, "_stepper", noted)
+    bundle = Path(from_json(caught.value.finding).files["bundle"])
+    replayed, _ = replaying.replay(bundle, [replaying.Change("--drop-sample 0", drop=0)], device="cpu")
+    assert replayed.reproduced
+    assert steady == [True, True], "by the rule of the run"
 
 
 def test_how_much_room_there_is() -> None:
