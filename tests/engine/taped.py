@@ -68,7 +68,7 @@ class Taped:
         self.tape, self.replays = Tape(), 0
         try:
             with self.tape:
-                self.values = work()
+                self.values = self._written = work()
         finally:
             with torch.no_grad():
                 for memory, content in self.tape.before.values():
@@ -81,3 +81,4 @@ class Taped:
             for old, new in zip(made, tensors(func(*args, **named)), strict=True):
                 if old is not None:
                     old.copy_(new)
+        self.values = self._written.clone()  # who reads a GPU's has copied them by the next replay

@@ -1,7 +1,6 @@
 """Steps as one graph: the bits of plain steps, what is done before each replay, and when it is chosen.
 
-A stand-in takes the place of the CUDA graph: it does its work when it is replayed, with what it was given when it was
-recorded. On a GPU: tests/gpu/test_cuda_graph.py.
+A tape of operations takes the place of the CUDA graph. On a GPU: tests/gpu/test_cuda_graph.py.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from lockstep.health.prints import Prints
 from lockstep.runtime import faults
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.reduce import Alone
+from tests.engine.taped import Taped
 from tests.engine.test_step import Regression, make_batch
 
 CPU, ROWS = torch.device("cpu"), 8
@@ -43,20 +43,7 @@ class Steady(Regression):
         return {"loss": total, "error": total.detach().sqrt()}
 
 
-class StandIn:
-    """Does the work again at each replay, and keeps the values in one place, as a graph does."""
-
-    def __init__(self, work: Callable[[], Tensor], rehearse: Callable[[], object], device: torch.device) -> None:
-        assert device == CPU
-        rehearse()
-        self.work, self.values, self.replays = work, torch.empty(0), 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.values = self.work()
-
-
-def failing(*_: Any) -> StandIn:
+def failing(*_: Any) -> Taped:
     raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
@@ -76,7 +63,7 @@ def made(precision: str = "fp32", fault: str = "", **settings: Any) -> Stepper:
 def graphed(precision: str = "fp32", **settings: Any) -> Stepper:
     stepper = made(precision, **settings)
     stepper.rehearse([make_batch(ROWS, seed=99)])
-    stepper.graph = StepGraph(stepper, make_batch(ROWS, seed=99), StandIn)
+    stepper.graph = StepGraph(stepper, make_batch(ROWS, seed=99), Taped)
     return stepper
 
 
@@ -111,7 +98,7 @@ def test_a_run_goes_on_with_and_without_a_graph() -> None:
     plain, mixed = made(), made()
     expected = trained(plain, 12)
     found = trained(mixed, 4)
-    mixed.graph = StepGraph(mixed, make_batch(ROWS, seed=3), StandIn)
+    mixed.graph = StepGraph(mixed, make_batch(ROWS, seed=3), Taped)
     found += trained(mixed, 4, first=4)
     mixed.graph = None
     found += trained(mixed, 4, first=8)
@@ -162,7 +149,7 @@ def test_a_weight_that_is_not_finite_is_seen_in_its_turn() -> None:
 def test_other_batches_take_the_plain_way() -> None:
     plain, stepper = made(), graphed()
     recording = stepper.graph._recording  # pyright: ignore[reportOptionalMemberAccess, reportPrivateUsage]
-    assert isinstance(recording, StandIn)
+    assert isinstance(recording, Taped)
     half = make_batch(ROWS // 2, seed=1)
     several = [make_batch(ROWS, seed=3), make_batch(ROWS, seed=4)]
     for step, batches in enumerate(([half], several)):
@@ -198,9 +185,9 @@ def test_what_comes_before_each_replay() -> None:
     assert graph is not None
     stepper.before_change = lambda: order.append("wait")
     recording = graph._recording  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(recording, StandIn)
-    work = recording.work
-    recording.work = lambda: (order.append(f"work, updating {stepper.updating}"), work())[1]
+    assert isinstance(recording, Taped)
+    replay = recording.replay
+    recording.replay = lambda: (order.append(f"work, updating {stepper.updating}"), replay())[1]
     batch = make_batch(ROWS, seed=0)
     given = {name: tensor.clone() for name, tensor in batch.tensors.items()}
     stepper.launch(0, [batch])
@@ -234,7 +221,7 @@ def here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
     return caplog
 
 
-def chosen(stepper: Stepper, *, launching: float, whole: float, record: Any = StandIn, **how: Any) -> bool:
+def chosen(stepper: Stepper, *, launching: float, whole: float, record: Any = Taped, **how: Any) -> bool:
     batches = [make_batch(ROWS, seed=0)]
     stepper.rehearse(batches)
     rehearse = stepper.rehearse

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -154,13 +155,14 @@ def test_what_is_changed_in_place(trouble: str, operation: str) -> None:
 
 
 class Unwatchable(nn.Linear):
-    """A kernel that refuses to be looked at from inside, as flex attention does."""
+    """A kernel that lets nobody look at it from inside: flex attention, which torch itself refuses then."""
 
     spoils = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if _get_current_dispatch_mode_stack():
-            raise NotImplementedError("no rule for this mode")
+        if _get_current_dispatch_mode_stack():  # without one it would have to be compiled
+            flex_attention(*[torch.zeros(1, 1, 16, 16)] * 3)
+            pytest.fail("torch has let it be watched")
         made = super().forward(input)
         return made / 0 if self.spoils else made
 

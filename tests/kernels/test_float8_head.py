@@ -61,7 +61,7 @@ def test_matrices_that_do_not_lie_by_rows(foretold: float, monkeypatch: pytest.M
 def plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Without the kernel that multiplies in place."""
     rest = grad / ctx.ahead  # of what was foretold
-    return *[None if each is None else each * rest for each in ctx.gradients], *[None] * head.OTHERS
+    return None, *[None if each is None else each * rest for each in ctx.gradients], *[None] * head.OTHERS
 
 
 def test_rounding_is_seen_and_rounding_more_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -58,17 +60,22 @@ def test_where_nothing_can_be_kept(file: Path, monkeypatch: pytest.MonkeyPatch) 
     file.parent.write_text("no folder")
     measured.keep(CARD, {"rows": 8})
     assert measured.known(CARD) is None
-    file.parent.unlink()
-    with monkeypatch.context() as without:
-        without.setattr(measured, "FileLock", lambda *_, **__: (_ for _ in ()).throw(NotImplementedError("no flock")))
-        measured.keep(CARD, {"rows": 8})
-    assert measured.known(CARD) is None
-    file.parent.rmdir()
-    file.parent.write_text("no folder")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError("no home")))
     measured.keep(CARD, {"rows": 8})
     assert measured.place() is None
+
+
+def test_a_disk_without_locks_keeps_it_all_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock finds another way there."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.warns(UserWarning, match="flock not supported"):
+        measured.keep(CARD, {"rows": 8})
+    assert (measured.known(CARD) or {})["rows"] == 8
 
 
 def test_the_oldest_go_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.float8 import ALIGNMENT, Cast, factor_for, is_aligned, scaled_product
-from lockstep.kernels.linear_cross_entropy import IGNORE, has_kernel, logits_of, plain_rows, weights_of
+from lockstep.kernels.linear_cross_entropy import IGNORE, Asked, has_kernel, logits_of, plain_rows, weights_of
 
 ONE = 2.0**15  # what 1 is in e5m2, which ends at 57,344
 
@@ -31,24 +31,17 @@ class Delta(NamedTuple):
     by_words: Cast
 
 
-def fits(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> bool:
+def fits(asked: Asked) -> bool:
     """Whether this is for such a head; a bias that learns would need sums of delta too."""
-    learns_bias = bias_V is not None and bias_V.requires_grad
-    return dtype == torch.bfloat16 and not learns_bias and is_aligned(*weight_VD.shape)
+    learns_bias = asked.bias_V is not None and asked.bias_V.requires_grad
+    return asked.dtype == torch.bfloat16 and not learns_bias and is_aligned(*asked.weight_VD.shape)
 
 
-def chunked_sum(  # noqa: PLR0913 - as the one it stands for
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    token_weights_N: Tensor | None,
-    chunk_tokens: int,
-    dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
-    ahead: float,
+def chunked_sum(
+    asked: Asked, *, wanted: tuple[bool, bool, bool], ahead: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
     """The sum and, where wanted, its gradients times `ahead`; the tokens are filled up to what the products want."""
+    x_ND, weight_VD, bias_V, targets_N, token_weights_N, chunk_tokens, dtype = asked
     count, x_low_ND, weight_low_VD = x_ND.shape[0], x_ND.to(dtype), weight_VD.to(dtype)
     scale_N = weights_of(targets_N, token_weights_N, torch.float32)
     if missing := -count % ALIGNMENT:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,20 @@ from torch.autograd.function import once_differentiable
 from lockstep.kernels import products
 
 IGNORE = -100  # a target that is none
-OTHERS = 5  # arguments of the sum that have no gradient
+OTHERS = 4  # parts of Asked that have no gradient
 _AHEAD: ContextVar[float] = ContextVar("what sums are multiplied by before their backward pass", default=1.0)
+
+
+class Asked(NamedTuple):
+    """Of what the sum is; the first three may have gradients."""
+
+    x_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    targets_N: Tensor
+    token_weights_N: Tensor | None
+    chunk_tokens: int
+    dtype: torch.dtype  # of the products
 
 
 @contextmanager
@@ -60,13 +72,13 @@ def linear_cross_entropy(  # noqa: PLR0913 - what a head may be asked for, by na
     """
     if x_ND.shape[0] <= chunk_tokens and not (len(x_ND) and has_kernel(x_ND)):  # no tokens: gradients of zero
         return _plain_sum(F.linear(x_ND, weight_VD, bias_V), targets_N, token_weights_N)
-    rest = (targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
+    asked = Asked(x_ND, weight_VD, bias_V, targets_N, token_weights_N, chunk_tokens, _matmul_dtype(x_ND))
     learnt = (x_ND, weight_VD) if bias_V is None else (x_ND, weight_VD, bias_V)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learnt):
-        total = _ChunkedSum.apply(x_ND, weight_VD, bias_V, _maker(float8, weight_VD, bias_V, rest[-1]), *rest)
+        total = _ChunkedSum.apply(_maker(asked, float8=float8), *asked)
         assert isinstance(total, Tensor)
         return total
-    return _chunked_sum(x_ND, weight_VD, bias_V, *rest)[0]
+    return _chunked_sum(asked)[0]
 
 
 @torch.no_grad()
@@ -116,25 +128,23 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _maker(float8: bool, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Callable[..., Any]:
+def _maker(asked: Asked, *, float8: bool) -> Callable[..., Any]:
     """Who makes the gradients of such a head."""
     if float8:
         from lockstep.kernels import float8_head
 
-        if float8_head.fits(weight_VD, bias_V, dtype):
+        if float8_head.fits(asked):
             return float8_head.chunked_sum
     return _chunked_sum
 
 
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, make: Callable[..., Any], *rest: Any
-    ) -> Tensor:
-        ctx.ahead = (_AHEAD.get() or 1.0) if has_kernel(x_ND) else None  # nothing is made of what zero is in
-        how: Any = {"wanted": ctx.needs_input_grad[:3], "ahead": ctx.ahead or 1.0}
-        with torch.autocast(x_ND.device.type, enabled=False):
-            total, *ctx.gradients = make(x_ND, weight_VD, bias_V, *rest, **how)
+    def forward(ctx: Any, make: Callable[..., Any], *given: Any) -> Tensor:
+        asked = Asked(*given)
+        ctx.ahead = (_AHEAD.get() or 1.0) if has_kernel(asked.x_ND) else None  # nothing is made of what zero is in
+        with torch.autocast(asked.x_ND.device.type, enabled=False):
+            total, *ctx.gradients = make(asked, wanted=ctx.needs_input_grad[1:4], ahead=ctx.ahead or 1.0)
         return total
 
     @staticmethod
@@ -145,7 +155,7 @@ class _ChunkedSum(torch.autograd.Function):
         """By the kernel in place and let go: a gradient that nobody else holds becomes .grad without a copy."""
         (grad,), gradients = grads, ctx.gradients
         if ctx.ahead is None:
-            return *[None if each is None else each * grad for each in gradients], *[None] * OTHERS
+            return None, *[None if each is None else each * grad for each in gradients], *[None] * OTHERS
         from lockstep.kernels.cross_entropy_rows import multiply
 
         assert gradients is not None, "one backward pass for each forward pass"
@@ -153,7 +163,7 @@ class _ChunkedSum(torch.autograd.Function):
         for each in gradients:
             if each is not None:
                 multiply(each, grad, done=ctx.ahead)
-        return *gradients, *[None] * OTHERS
+        return None, *gradients, *[None] * OTHERS
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -161,18 +171,11 @@ def has_kernel(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
 
-def _chunked_sum(  # noqa: PLR0913 - the arguments of an autograd.Function come as a row
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    token_weights_N: Tensor | None,
-    chunk_tokens: int,
-    dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool] = (False, False, False),
-    ahead: float = 1.0,
+def _chunked_sum(
+    asked: Asked, *, wanted: tuple[bool, bool, bool] = (False, False, False), ahead: float = 1.0
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The sum and, where wanted, its gradients times `ahead`; only one chunk's logits exist at a time."""
+    x_ND, weight_VD, bias_V, targets_N, token_weights_N, chunk_tokens, dtype = asked
     x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
     bias_low_V = None if bias_V is None else bias_V.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -225,8 +225,7 @@ def attend(  # noqa: PLR0913 - who sees whom, by name
 
 def _grows(q_BHLE: Tensor, *, causal: bool) -> bool:
     """Whether this may be a sample, one row that is a token longer each time: cuDNN would make a plan for it, 40 ms."""
-    plainly = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return causal and len(q_BHLE) == 1 and plainly
+    return causal and len(q_BHLE) == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def _flash_attn_package(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, *, causal: bool) -> Tensor:

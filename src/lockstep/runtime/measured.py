@@ -66,7 +66,7 @@ def keep(deciding: Mapping[str, Any], found: Entry) -> None:
             entries[key(deciding)] = {**found, "day": today(), "of": dict(deciding)}
             kept = dict(list(entries.items())[-MOST_ENTRIES:])
             rundir.write_json(path, {"format": FORMAT, "entries": kept})
-    except (OSError, Timeout, NotImplementedError) as error:  # the last: filelock 3.16 to 3.20, no flock
+    except (OSError, Timeout) as error:
         logger.debug("Not kept for the next start: %s: %s", path, error)
 
 
