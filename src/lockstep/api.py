@@ -210,6 +210,7 @@ def sizes(loaded: Loaded) -> str:
         compiled=config.model.compiles(on_gpu=on_gpu, debug=config.debug.enabled),
         optimizer_states=training.optimizer_states,
         lora=shapes.Lora.of(config.model),
+        sharing=shapes.Sharing(standing_gradients=training.grad_accum_nums > 1),
     )
     return show.sizes(
         parameters=shape.parameters(),

@@ -1,8 +1,9 @@
 """A recording as a CUDA graph makes one, on the CPU: operations and the memory they read and write, nothing of Python.
 
 A replay does the same operations with the same tensors once more. What the host has read, counted or decided while
-they were recorded stays as it was; what a graph cannot record (a look at a number, a size that depends on numbers) is
-refused with a RuntimeError. Recording computes in order to be able to go on, and puts back what it has changed.
+they were recorded stays as it was. Operations that a graph cannot record (a look at a number, a size that depends on
+numbers) are refused with a RuntimeError; `tolist` and `numpy` are none, and only show by what stays as it was.
+Recording computes in order to be able to go on, and puts back what it has changed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Tape(TorchDispatchMode):
         written = self._written(func, args, named)
         for each in written:
             if place(each) not in self.own:
-                self.before.setdefault(place(each), (each, each.detach().clone()))
+                whole = torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage())
+                self.before.setdefault(place(each), (whole, whole.clone()))
         out = func(*args, **named)
         read = {place(each) for each in given}
         made = [each if place(each) not in read else None for each in tensors(out)]

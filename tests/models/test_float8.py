@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.load import load
+from lockstep.engine import present
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.kernels import float8_head
 from lockstep.kernels.float8 import ALIGNMENT
@@ -316,6 +318,14 @@ def test_the_estimate_of_the_head_knows_that_gradients_come_later() -> None:
     assert small.head == rowwise.head, "the blocks' gradients will take more than the head needs"
     standing = memory_bytes(shape, dtype_name="fp8", **fixed, sharing=Sharing(standing_gradients=True))
     assert standing.head - small.head == shape.vocab_size * (shape.hidden_size + 2 * 8192)
+    for count, expected in ((1, small), (2, standing)):
+        settings = [
+            ("training.grad_accum_nums", str(count)),
+            ("training.batch_size", "4"),
+            ("training.precision", "fp8"),
+        ]
+        config = load("llama", preset="production", flags=settings).config
+        assert present.memory_estimate(config, shape, compiled=True) == expected, "later micro-batches find gradients"
 
 
 # ------------------------------------------------------------------------------------------------ runs

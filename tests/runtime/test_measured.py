@@ -67,7 +67,7 @@ def test_where_nothing_can_be_kept(file: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_disk_without_locks_keeps_it_all_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """filelock finds another way there."""
+    """filelock finds another way there, which still lets only one in."""
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -75,6 +75,8 @@ def test_a_disk_without_locks_keeps_it_all_the_same(file: Path, monkeypatch: pyt
     monkeypatch.setattr(fcntl, "flock", refused)
     with pytest.warns(UserWarning, match="flock not supported"):
         measured.keep(CARD, {"rows": 8})
+        with measured.FileLock(file.with_name("other.lock")), pytest.raises(measured.Timeout):
+            measured.FileLock(file.with_name("other.lock"), timeout=0).acquire()
     assert (measured.known(CARD) or {})["rows"] == 8
 
 

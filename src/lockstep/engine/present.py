@@ -108,7 +108,8 @@ def workers_banner(precision: str, accumulated: int, *, device: torch.device, wo
 
 def memory_estimate(config: RunConfig, shape: Shape, *, compiled: bool, shards: int = 1) -> Memory:
     """What this configuration will need on one device."""
-    standing = shards == 1 and config.system.mode == "ddp" and env.detect().world > 1
+    in_buckets = shards == 1 and config.system.mode == "ddp" and env.detect().world > 1
+    standing = in_buckets or config.training.grad_accum_nums > 1
     return memory_bytes(
         shape,
         batch_size=config.training.batch_size,

@@ -100,7 +100,7 @@ class Sharing:
     """How the state lies on the ranks: in so many parts, or whole with gradients that are always there."""
 
     shards: int = 1
-    standing_gradients: bool = False  # data parallelism keeps them in buckets
+    standing_gradients: bool = False  # in the buckets of data parallelism, or from one micro-batch to the next
 
 
 ALL_WEIGHTS, ALONE = Lora(), Sharing()
