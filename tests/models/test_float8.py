@@ -319,12 +319,8 @@ def test_the_estimate_of_the_head_knows_that_gradients_come_later() -> None:
     standing = memory_bytes(shape, dtype_name="fp8", **fixed, sharing=Sharing(standing_gradients=True))
     assert standing.head - small.head == shape.vocab_size * (shape.hidden_size + 2 * 8192)
     for count, expected in ((1, small), (2, standing)):
-        settings = [
-            ("training.grad_accum_nums", str(count)),
-            ("training.batch_size", "4"),
-            ("training.precision", "fp8"),
-        ]
-        config = load("llama", preset="production", flags=settings).config
+        settings = {"training.grad_accum_nums": str(count), "training.batch_size": "4", "training.precision": "fp8"}
+        config = load("llama", preset="production", flags=[*settings.items()]).config
         assert present.memory_estimate(config, shape, compiled=True) == expected, "later micro-batches find gradients"
 
 
