@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,9 @@ from lockstep.bench.scaling import Point, command_words, counts, point
 from lockstep.config.load import load
 from lockstep.engine import micro_batch
 from lockstep.engine.kernel_choice import Chooser
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, Stopped
 from lockstep.launch import link
-from lockstep.runtime import devices, hardware
+from lockstep.runtime import devices, hardware, signals
 from lockstep.runtime.memory_limits import Bounds
 from tests.conftest import Outcome
 
@@ -295,6 +296,18 @@ def test_who_is_asked_to_end_leaves_nobody_behind(tmp_path: Path, number: int, c
     assert "Traceback" not in said
     wait_until(lambda: not any(map(psutil.pid_exists, started)), "all have ended")
     assert not list(tmp_path.glob("lockstep-bench-*"))
+
+
+def test_a_signal_is_heard_while_a_run_talks() -> None:
+    """It talks without a pause, so that hardly any signal comes while its reader waits."""
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    until = time.monotonic() + 20
+    talking = f"import time\nwhile time.monotonic() < {until}: print('x' * 4000)"
+    with signals.listening():
+        timer.start()
+        with pytest.raises(Stopped):
+            scaling._ended([sys.executable, "-c", talking])
+    assert time.monotonic() < until - 5
 
 
 def test_points_know_their_share() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WARM_UP = 5  # steps of a run that are nobody's figure
 MOST_WORKERS = 1024
 TAIL_LINES = 12  # of a run that failed
+LISTEN_SECONDS = 1.0
 GRACE_SECONDS = 20.0  # for a run that is not wanted any more: it saves
 
 
@@ -93,7 +94,7 @@ def _ended(command: Sequence[str]) -> tuple[int, str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env.child())
     with process:
         try:
-            said, _ = process.communicate()
+            said = _said(process)
         except BaseException:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -101,6 +102,13 @@ def _ended(command: Sequence[str]) -> tuple[int, str]:
             process.kill()
             raise
     return process.returncode, said
+
+
+def _said(process: subprocess.Popen[str]) -> str:
+    """All that it says until it ends. Read in one go, a signal that comes between two pieces would not be heard."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=LISTEN_SECONDS)[0]
 
 
 def point(told: Sequence[Mapping[str, Any]], *, workers: int, samples: int) -> Point:
