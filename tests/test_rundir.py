@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from lockstep import rundir
 from lockstep.errors import ConfigError, DataError, ExitCode, OutputError
 from lockstep.rundir import RunDir, check_name, create_run, publishing, replacing, seal, sweep, verify
+from tests.conftest import Outcome
 
 
 @pytest.mark.parametrize("name", ["a", "7", "llama-tiny-20261115-101112", "a.b_c+d=e@f", "x" * 200])
@@ -204,3 +206,33 @@ def test_a_manifest_must_name_what_is_required(tmp_path: Path) -> None:
     verify(tmp_path / "step_1", required=["empty"])
     with pytest.raises(DataError, match="does not name model"):
         verify(tmp_path / "step_1", required=["empty", "model"])
+
+
+def test_a_link_that_was_named_leads_to_what_is_written(tmp_path: Path) -> None:
+    """In one step there too: who holds the old file reads it to its end."""
+    far, link = tmp_path / "far" / "told.json", tmp_path / "link"
+    far.parent.mkdir()
+    rundir.write_json(far, {"old": 1})
+    link.symlink_to(far)
+    with far.open() as old:
+        rundir.write_json(link, {"new": 2})
+        assert json.load(old) == {"old": 1}
+    assert link.is_symlink()
+    assert json.loads(far.read_text()) == {"new": 2}
+    assert [path.name for path in far.parent.iterdir()] == ["told.json"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "llama", "tiny", "--model-path"),
+        ("prepare", "llama", "tiny", "--to"), ("check", "--quick", "--out"), ("check", "--quick", "--golden"),
+        ("train", "llama", "tiny", "--data.cache-dir"), ("replay",),
+    ],
+    ids=lambda words: words[-1],
+)  # fmt: skip
+def test_the_home_of_nobody_is_no_path(lockstep: Callable[..., Outcome], words: tuple[str, ...]) -> None:
+    result = lockstep(*words, "~no-such-user/x")
+    assert result.code == 2, result.text
+    assert "~no-such-user/x" in result.err
+    assert "home directory" in result.err

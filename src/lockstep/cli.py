@@ -15,6 +15,7 @@ from lockstep.arguments import Setting
 from lockstep.errors import ConfigError, ExitCode
 from lockstep.guard import say
 from lockstep.registry import suggest
+from lockstep.rundir import expanded
 from lockstep.trained import evaluate, export, sample
 from lockstep.verb_arguments import parse
 
@@ -140,7 +141,7 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     setup_logging(level=loaded.config.debug.log_level)
     for notice in loaded.notices:
         say(notice)
-    return prepare_data(loaded, Path(arguments.to).expanduser() if arguments.to else None)
+    return prepare_data(loaded, expanded(arguments.to, where="--to") if arguments.to else None)
 
 
 def _show_datasets(roots: list[Path], *, verify: bool) -> int:
@@ -206,10 +207,10 @@ def check(arguments: Namespace, _: list[Setting]) -> int:
             device=arguments.device,
             gpus=arguments.gpus,
             workload=arguments.workload,
-            golden=Path(arguments.golden).expanduser() if arguments.golden else None,
+            golden=expanded(arguments.golden, where="--golden") if arguments.golden else None,
             slow_ratio=arguments.slow,
             audit=arguments.audit,
-            out=Path(arguments.out).expanduser(),
+            out=expanded(arguments.out, where="--out"),
             name=arguments.name,
             json=arguments.json,
             timeout_seconds=arguments.timeout,

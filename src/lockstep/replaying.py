@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.errors import DataError, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
-from lockstep.rundir import read_json
+from lockstep.rundir import expanded, read_json
 from lockstep.runtime.scrub import scrubber
 
 BUNDLE = "bundle.json"
@@ -42,7 +42,7 @@ def replay(arguments: Namespace) -> int:
 
 def find(name: str) -> Path:
     """A bundle by its folder, or that of a run which has failed."""
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if (folder / BUNDLE).is_file():
         return folder
     hint = "RUN/workers/n0-GPU0/faults/step_000012, as RUN/failure.json names it"

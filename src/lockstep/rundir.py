@@ -191,8 +191,12 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file in one step."""
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    """Replace a JSON file in one step: the one that a link leads to. A pipe or a device is written to."""
+    content = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+    else:
+        write_bytes(path.resolve() if path.is_symlink() else path, content)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -335,6 +339,15 @@ def sweep(folder: Path) -> list[str]:
         else:
             path.unlink(missing_ok=True)
     return [path.name for path in leftovers]
+
+
+def expanded(text: str, *, where: str = "") -> Path:
+    """The path that somebody has written, his home or another user's in place of ~."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        what = f"{text!r} is no path: {str(error).rstrip('.')}"
+        raise ConfigError(what, where=where, hint="the whole path, from / on") from error
 
 
 def io_error(error: OSError, path: Path, *, doing: str, need_bytes: int = 0) -> LockstepError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -141,6 +142,12 @@ def test_a_busy_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("bench",), 2, "FAMILY"),
         (("bench", "llama", "tiny", "--steps", "0"), 2, "at least 1"),
         (("bench", "llama", "tiny", "--json", "/no/such/folder/f.json"), 73, "a folder that is not there"),
+        (("bench", "llama", "tiny", "--json", "-"), 73, "the sign for a stream"),
+        (("bench", "llama", "tiny", "--json", "x" * 300), 73, "File name too long"),
+        (("bench", "llama", "tiny", "--json", "~no-such-user/f.json"), 2, "--json: '~no-such-user/f.json' is no path"),
+        (("bench", "llama", "tiny", "--gpus", "2"), 2, "system.gpus: a bench is of one device"),
+        (("bench", "llama", "tiny", "--mode", "fsdp"), 2, "system.mode: a bench is of one device"),
+        (("bench", "scaling", "llama", "tiny", "--gpus", "2"), 2, "system.gpus: --workers says how many"),
         (("bench", "llama", "no_preset"), 2, "no preset or file"),
         (("bench", "llama", "tiny", "--device", "cuda"), 2, "cuda was asked for"),
         (("bench", "llama", "tiny", "model.vocab_size=5"), 2, "5 ids leave none"),
@@ -155,6 +162,47 @@ def test_refusals(lockstep: Run, words: tuple[str, ...], code: int, said: str, m
     result = lockstep(*words, *(device if len(words) > 1 else ()), *(["--anyway"] if len(words) > 1 else []))
     assert result.code == code, result.text
     assert said in result.err
+
+
+def test_too_many_workers_for_the_gpus(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = devices.Gpu(0, "GPU-0", "NVIDIA H200", 141 << 30, 140 << 30, 0)
+    monkeypatch.setattr(devices, "check_asked", lambda _: None)
+    for there, hint in (([], "  try: --device cpu\n"), ([card] * 2, "  try: --workers 1,2, or --device cpu\n")):
+        monkeypatch.setattr(devices, "visible_gpus", lambda there=there: there)
+        result = lockstep("bench", "scaling", "llama", "tiny", "--device", "cuda", "--workers", "1,3")
+        assert (result.code, hint in result.err) == (2, True), result.err
+
+
+def test_figures_go_where_a_link_leads_and_into_what_is_no_file(lockstep: Run, tmp_path: Path) -> None:
+    """A device that was named is still one afterwards, and a reader of a pipe gets the figures."""
+    words = ("bench", "llama", "tiny", *CPU, "--steps", "1", "--json")
+    (tmp_path / "link").symlink_to(tmp_path / "far.json")
+    assert lockstep(*words, str(tmp_path / "link")).code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "far.json").read_text())["steps"] == 1
+    os.mkfifo(tmp_path / "pipe")
+    read = list[bytes]()
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()), daemon=True)
+    reader.start()
+    assert lockstep(*words, str(tmp_path / "pipe")).code == 0
+    reader.join(60)
+    assert json.loads(read[0])["steps"] == 1
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_full_disk_of_temporary_files_is_no_fault_of_ours(lockstep: Run) -> None:
+    """The kernel's own refusal: no file of this process may be longer than a few bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        result = lockstep("bench", "llama", "tiny", *CPU, "--steps", "1", "--batch-size", "64")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert result.code == 74, result.text
+    assert "making rows failed: File too large" in result.err
+    assert "TMPDIR" in result.err
 
 
 def test_one_of_several_workers_measures_nothing(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,26 +255,31 @@ def test_a_token_is_not_passed_on(tmp_path: Path) -> None:
     config = load("llama", preset="tiny").config
     settings = [("hf-token", "hf_secret"), ("data.hf_token", "hf_secret"), ("seed", "7"), ("deterministic", None)]
     words = command_words(["llama", "tiny"], config, settings, folder=tmp_path, cpu=True)
-    assert "hf_secret" not in " ".join(words)
-    assert words[-2:] == ["--seed=7", "--deterministic"]
-    assert "--system.threads=1" in words
-    assert "--system.threads=1" not in command_words([], config, [], folder=tmp_path, cpu=False)
+    assert "hf_secret" not in " ".join(words.all)
+    assert words.all[-2:] == ["--seed=7", "--deterministic"]
+    assert "--system.threads=1" in words.all
+    assert "--system.threads=1" not in command_words([], config, [], folder=tmp_path, cpu=False).all
 
 
 def test_a_run_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("llama", preset="tiny").config
+    words = command_words(["llama", "nothing"], config, [("seed", "a b")], folder=tmp_path, cpu=True)
     with pytest.raises(LockstepError, match=r"2 workers ended with code 2:(.|\n)*no preset or file") as caught:
-        scaling.run(["llama", "nothing"], config, workers=2, steps=1, folder=tmp_path)
-    assert caught.value.hint == "lockstep train llama nothing --gpus 2"
-    answers = (137, f"first\nlog: {tmp_path}/workers-2/output.txt\nlast")
+        scaling.run(words, config, workers=2, steps=1, folder=tmp_path)
+    assert caught.value.hint == "lockstep train llama nothing --gpus=2 '--seed=a b'"
+    assert caught.value.exit_code == 2
+    full = f"{tmp_path}/cache: building the cache failed: No space left on device"
+    answers = (137, f"first\n{full}\n[GPU0]   log: {tmp_path}/workers-2/output.txt\n\nlast")
     with monkeypatch.context() as patch:
         patch.setattr(scaling, "_ended", lambda _: answers)
-        with pytest.raises(LockstepError, match=r"first\n    last\n") as caught:
-            scaling.run(["llama", "tiny"], config, workers=2, steps=1, folder=tmp_path)
-    assert str(tmp_path) not in str(caught.value), "a folder that is gone by then"
+        with pytest.raises(LockstepError, match="No space left") as caught:
+            scaling.run(words, config, workers=2, steps=1, folder=tmp_path)
+    assert caught.value.what.splitlines()[1:] == [f"    {line}" for line in (
+        "first", full.replace(str(tmp_path), f"{tmp_path.parent}/..."), "", "last")]  # fmt: skip
+    assert caught.value.exit_code == 1
     monkeypatch.setattr(sys, "executable", "/bin/true")  # a control: a run that tells nothing is no figure
     with pytest.raises((LockstepError, OSError)):
-        scaling.run(["llama", "tiny"], config, workers=1, steps=1, folder=tmp_path)
+        scaling.run(words, config, workers=1, steps=1, folder=tmp_path)
 
 
 def shown(text: str) -> dict[int, float]:

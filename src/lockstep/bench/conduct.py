@@ -34,13 +34,15 @@ class Asked:
 
 def bench(loaded: Loaded, arguments: Namespace, settings: Sequence[Setting]) -> int:
     """What either command line asks for; the exit code."""
-    file = Path(arguments.json).expanduser() if arguments.json else None
+    file = _file(arguments.json) if arguments.json else None
     asked = Asked(arguments.steps, file, arguments.anyway)
-    _check(asked)
+    _check(loaded, one_device=not hasattr(arguments, "workers"))
     with signals.listening():  # who is asked to end leaves no run and no folder behind
-        if (workers := getattr(arguments, "workers", None)) is None:
+        if not hasattr(arguments, "workers"):
             return bench_one(loaded, asked)
-        return bench_scaling(loaded, asked, workers=workers, given=_named(loaded, arguments), settings=settings)
+        return bench_scaling(
+            loaded, asked, workers=arguments.workers, given=_named(loaded, arguments), settings=settings
+        )
 
 
 def _named(loaded: Loaded, arguments: Namespace) -> list[str]:
@@ -61,7 +63,14 @@ def bench_one(loaded: Loaded, asked: Asked) -> int:
     setup_logging(level="DEBUG" if loaded.config.debug.enabled else "WARNING")
     for notice in loaded.notices:
         say(notice)
-    figures = measure(loaded, steps=asked.steps, busy=found)
+    try:
+        figures = measure(loaded, steps=asked.steps, busy=found)
+    except OSError as error:
+        if error.errno is None or error.errno not in rundir.NO_ROOM:
+            raise
+        told = rundir.io_error(error, Path(tempfile.gettempdir()), doing="making rows")
+        told.hint = "free some space there, or set TMPDIR to a folder on another disk"
+        raise told from error
     _write(asked, {**_about("bench"), "versions": versions(), **figures.as_json()})
     say(*table(figures))
     return ExitCode.DONE
@@ -77,7 +86,7 @@ def bench_scaling(
         raise ConfigError(
             f"{wanted[-1]} workers, and this machine shows {there} GPUs",
             where="--workers",
-            hint=f"--workers {','.join(str(count) for count in wanted if count <= there)}, or --device cpu",
+            hint=f"--workers {','.join(map(str, range(1, there + 1)))}, or --device cpu" if there else "--device cpu",
         )
     found = busy.check_quiet(busy.cards(config, wanted[-1]), anyway=asked.anyway)
     options, points = config.training, list[scaling.Point]()
@@ -89,19 +98,39 @@ def bench_scaling(
     batch = f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}"
     figures = [point.as_json(points[0]) for point in points]
     subject = {"family": loaded.family, "preset": loaded.preset, "device": device, "batch": batch, "busy": found}
-    _write(asked, {**_about("bench scaling"), **subject, "steps": asked.steps, "command": words, "workers": figures})
+    _write(
+        asked, {**_about("bench scaling"), **subject, "steps": asked.steps, "command": words.all, "workers": figures}
+    )
     say(*scaling_table(points, device=device, batch=batch, busy=found))
+    if not on_gpu and wanted[-1] > (os.cpu_count() or 1):
+        say("There are fewer cores than workers: several share one.")
     return ExitCode.DONE
 
 
-def _check(asked: Asked) -> None:
+def _check(loaded: Loaded, *, one_device: bool) -> None:
     """Refuse before minutes are spent."""
+    several = "lockstep bench scaling --workers 1,2,4"
     if env.detect().world > 1:
         what = "a bench is one process, and this is one of several workers"
-        raise ConfigError(what, where="lockstep bench", hint="lockstep bench scaling --workers 1,2,4, started once")
-    if asked.json and (asked.json.is_dir() or not asked.json.absolute().parent.is_dir()):
-        what = "a folder" if asked.json.is_dir() else "in a folder that is not there"
-        raise OutputError(f"cannot be written, it is {what}", where=str(asked.json), hint="--json FILE.json")
+        raise ConfigError(what, where="lockstep bench", hint=f"{several}, started once")
+    for key in ("system.gpus", "system.mode") if one_device else ("system.gpus",):
+        if (origin := loaded.origins.get(key)) and origin.layer == "flag":
+            what = "a bench is of one device" if one_device else "--workers says how many"
+            raise ConfigError(what, where=key, hint=several)
+
+
+def _file(text: str) -> Path:
+    """Where the figures go, if they can."""
+    path = rundir.expanded(text, where="--json")
+    what = "the sign for a stream, which has the table" if text == "-" else ""
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            what = "a folder" if path.is_dir() else "in a folder that is not there"
+    except OSError as error:  # a name that is too long
+        what = f"no name for one ({error.strerror})"
+    if what:
+        raise OutputError(f"cannot be written, it is {what}", where=text[:80], hint="--json FILE.json")
+    return path
 
 
 def _about(kind: str) -> dict[str, Any]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.arguments import Setting
 from lockstep.bench import rows
 from lockstep.data.options import HistoryOptions
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, ExitCode, LockstepError
 from lockstep.report.jsonl import read_events
 from lockstep.rundir import RunDir
 from lockstep.runtime import env
@@ -27,6 +28,18 @@ MOST_WORKERS = 1024
 TAIL_LINES = 12  # of a run that failed
 LISTEN_SECONDS = 1.0
 GRACE_SECONDS = 20.0  # for a run that is not wanted any more: it saves
+
+
+class Words(NamedTuple):
+    """Of the command line of a run, but for what differs between several of a bench."""
+
+    given: list[str]  # family, preset, file
+    quiet: list[str]  # data that is made, and nothing beside the steps
+    settings: list[str]  # the last words
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.given, *self.quiet, *self.settings]
 
 
 @dataclass(frozen=True)
@@ -70,19 +83,20 @@ def counts(text: str) -> list[int]:
     return sorted({1, *map(int, found)})
 
 
-def run(words: Sequence[str], config: RunConfig, *, workers: int, steps: int, folder: Path) -> Point:
+def run(words: Words, config: RunConfig, *, workers: int, steps: int, folder: Path) -> Point:
     """Train for some steps with so many workers and read what the run has told of them."""
     name = f"workers-{workers}"
-    command = [sys.executable, "-m", "lockstep", "train", *words, f"--gpus={workers}", f"--out={folder}"]
+    command = [sys.executable, "-m", "lockstep", "train", *words.all, f"--gpus={workers}", f"--out={folder}"]
     command += [f"--name={name}", f"--max-steps={WARM_UP + steps}"]
     code, said = _ended(command)
     if code:
-        lasting = [f"    {line}" for line in said.splitlines() if str(folder) not in line]  # that goes with the bench
-        tail = "\n".join(lasting[-TAIL_LINES:])
+        tail = "\n".join(f"    {line}" for line in lasting(said, folder)[-TAIL_LINES:])
+        again = shlex.join([*words.given, f"--gpus={workers}", *words.settings])
         raise LockstepError(
-            f"training with {workers} workers ended with code {code}:\n{tail}",
+            f"training with {workers} worker{'s' * (workers > 1)} ended with code {code}:\n{tail}",
             where="lockstep bench",
-            hint=f"lockstep train {' '.join(words[:2])} --gpus {workers}",
+            hint=f"lockstep train {again}",
+            exit_code=next((known for known in ExitCode if known == code), ExitCode.FAILED),
         )
     told = [event for event in read_events(RunDir(folder / name).events) if event["kind"] == "step"]
     training = config.training
@@ -111,6 +125,12 @@ def _said(process: subprocess.Popen[str]) -> str:
             return process.communicate(timeout=LISTEN_SECONDS)[0]
 
 
+def lasting(said: str, folder: Path) -> list[str]:
+    """Lines without those that point into a folder that goes with the bench; others keep the disk that it was on."""
+    lines = [line for line in said.splitlines() if not line[line.rfind(" ") + 1 :].startswith(str(folder))]
+    return [line.replace(str(folder), f"{folder.parent}/...") for line in lines]
+
+
 def point(told: Sequence[Mapping[str, Any]], *, workers: int, samples: int) -> Point:
     """The medians of a run's steps, without those that warm up."""
     counted = told[WARM_UP:]
@@ -122,22 +142,20 @@ def point(told: Sequence[Mapping[str, Any]], *, workers: int, samples: int) -> P
 
 def command_words(
     given: Sequence[str], config: RunConfig, settings: Sequence[Setting], *, folder: Path, cpu: bool
-) -> list[str]:
-    """The words of such a run, but for what differs between them: data that is made, and nothing beside the steps.
-
-    On the CPU every worker has one thread: else one alone would have all cores, and several share them.
-    """
+) -> Words:
+    """The words of such a run. On the CPU every worker has one thread, else one alone would have all cores."""
     quiet = {
         "system.mode": "ddp", "training.eval_interval": "0", "training.eval_batches": "1",
         "training.save_interval": "0", "report.tensorboard": "false", "report.log_interval": "1000000",
         "data.cache_dir": str(folder / "cache"), **({"system.threads": "1"} if cpu else {}),
         **_of_family(config, folder),
     }  # fmt: skip
-    words = [f"--{key}={value}" for key, value in quiet.items()]
-    for key, text in settings:
-        if key.replace("-", "_").rpartition(".")[2] != "hf_token":  # a secret, and nothing is fetched
-            words.append(f"--{key}" if text is None else f"--{key}={text}")
-    return [*given, *words]
+    passed_on = [
+        f"--{key}" if text is None else f"--{key}={text}"
+        for key, text in settings
+        if key.replace("-", "_").rpartition(".")[2] != "hf_token"
+    ]  # a secret, and nothing is fetched
+    return Words(list(given), [f"--{key}={value}" for key, value in quiet.items()], passed_on)
 
 
 def _of_family(config: RunConfig, folder: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import ConfigError, NotFoundError
@@ -18,6 +17,7 @@ from lockstep.models.llama_shapes import LlamaShape, RopeScaling
 from lockstep.models.memory import ITEM_BYTES, Lora, Memory, Sharing, check_lora, chunk_tokens, memory_bytes
 from lockstep.models.reading import HF_DTYPES
 from lockstep.registry import suggest
+from lockstep.rundir import expanded
 
 if TYPE_CHECKING:
     from lockstep.models.options import ModelOptions
@@ -169,7 +169,7 @@ def _check_pretrained(options: ModelOptions, base: AnyShape, shape: AnyShape) ->
     from lockstep.models.options import LladaOptions
 
     path = options.model_path
-    if full_name(path).startswith("lockstep/") and not Path(path).expanduser().is_dir():
+    if full_name(path).startswith("lockstep/") and not expanded(path).is_dir():
         raise ConfigError(
             f"{path!r} is a shape without weights",
             where="model.init",
@@ -200,7 +200,7 @@ def _base(options: ModelOptions, token: str | None) -> AnyShape:
     from lockstep.runtime.hub import CONFIG_FILE, download, looks_like_id, read_json, say_what_is_not_run
 
     model_path = options.model_path
-    folder = Path(model_path).expanduser()
+    folder = expanded(model_path, where="model.model_path")
     if (folder / CONFIG_FILE).is_file():
         say_what_is_not_run(model_path, folder / CONFIG_FILE)
         return from_hf(read_json(folder / CONFIG_FILE), where=str(folder / CONFIG_FILE))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from lockstep import rundir
 from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
-from lockstep.rundir import io_error, sha256
+from lockstep.rundir import expanded, io_error, sha256
 from lockstep.runtime import env, errand
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def endpoint() -> str:
 def cache_folder() -> Path:
     """Where the hub's own client keeps what it downloaded."""
     if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(named).expanduser()
+        return expanded(named, where="HF_HUB_CACHE")
     home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return expanded(home, where="HF_HOME") / "hub"
 
 
 def offline() -> str:
@@ -134,7 +134,7 @@ def download(model_id: str, filename: str, *, token: str | None = None) -> Path:
 
 def weights_folder(model_path: str, *, token: str | None = None) -> Path:
     """A local folder with the weights of a model: the folder itself, or a download."""
-    folder = Path(model_path).expanduser()
+    folder = expanded(model_path, where="model.model_path")
     if folder.is_dir():
         return folder
     if not looks_like_id(model_path):

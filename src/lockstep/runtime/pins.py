@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.registry import nearest
-from lockstep.rundir import write_json
+from lockstep.rundir import expanded, write_json
 from lockstep.runtime import dataset_files, env, hub
 
 logger = logging.getLogger(__name__)
@@ -90,10 +90,7 @@ def cache_roots(cache_dir: str) -> list[Path]:
     DATASET_CACHE_DIR moves the default, not a named folder.
     """
     named = cache_dir if cache_dir != CACHE else env.get("DATASET_CACHE_DIR")
-    try:
-        return [Path(named).expanduser()] if named else [Path(CACHE), Path(OTHER_CACHE)]
-    except RuntimeError as error:
-        raise ConfigError(f"{named!r} is no folder: {error}", where="data.cache_dir") from error
+    return [expanded(named, where="data.cache_dir")] if named else [Path(CACHE), Path(OTHER_CACHE)]
 
 
 def pin(reference: Reference, roots: Sequence[Path], *, token: str | None = None) -> Pin:

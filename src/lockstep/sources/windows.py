@@ -27,6 +27,7 @@ from lockstep import formats
 from lockstep.contracts import PROMPT
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.formats.npy import HEADER_ERRORS
+from lockstep.rundir import expanded
 from lockstep.runtime.later import numpy as np
 from lockstep.sources.text import content_of, memo_of, reading
 
@@ -76,7 +77,7 @@ def is_folder(path: str | None) -> bool:
 
 def check_folder(path: str | Path, *, model: str = "") -> Metadata:
     """What the folder says; one message with the command that makes it, where it or a file of it is missing."""
-    folder = Path(path).expanduser()
+    folder = expanded(str(path))
     if not folder.is_dir():
         raise NotFoundError(f"Dataset directory '{path}' not found.", hint=command(path, model))
     if missing := [name for name in NEEDED if not (folder / name).is_file()]:
