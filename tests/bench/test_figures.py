@@ -72,6 +72,10 @@ def test_the_table_and_the_json_say_the_same() -> None:
     assert "66.3 % of 989 TFLOP/s peak" in text
     assert "40.00 GiB, 42.00 estimated (+5.0 %)" in text
     assert "other: 60.000 ms odd" in text
+    shares = [
+        line.split()[-2:] for line in text.splitlines() if line.startswith(("  matrix", "  gaps", "  sum", "  step"))
+    ]
+    assert shares == [["400.000", "80.0"], ["40.000", "8.0"], ["460.000", "92.0"], ["500.000", "100.0"]], "of the step"
     assert tree["mfu_palm"] == pytest.approx(0.6626, abs=1e-4)
     assert tree["anatomy"]["sum_of_parts_ms"] == 460.0
     assert tree["anatomy"]["parts_ms"]["gaps"] == 40.0

@@ -23,6 +23,14 @@ def test_lengths_fill_what_they_should(row: int) -> None:
     assert np.std(np.log(found[(found > 1) & (found < row)])) == pytest.approx(rows.SPREAD, rel=0.25)
 
 
+@pytest.mark.parametrize(("documents", "marks"), [("masked", 2), ("padded", 2), ("separated", 1)])
+def test_the_longest_document_fills_a_row_with_its_marks(documents: str, marks: int) -> None:
+    overrides = {"data.documents": documents, "training.context_length": 128}
+    config = load("mlm", preset="tiny", overrides=overrides).config
+    found = [len(each) for each in rows.documents(1000, config=config, vocab_size=256, seed=3)]
+    assert max(found) + marks == 128
+
+
 def test_ids_are_ordinary_and_some_are_frequent() -> None:
     found = rows.token_ids(200_000, vocab_size=30522, random=np.random.default_rng(3))
     assert found.min() == len(rows.SPECIALS)

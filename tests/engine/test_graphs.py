@@ -47,9 +47,16 @@ def failing(*_: Any) -> Taped:
     raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def made(precision: str = "fp32", fault: str = "", **settings: Any) -> Stepper:
+class Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, 0] > 0).long()
+
+
+def made(precision: str = "fp32", fault: str = "", *, embeds: bool = False, **settings: Any) -> Stepper:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))
+    if embeds:  # of five tokens only two are ever read
+        model = nn.Sequential(Signs(), nn.Embedding(5, 8), nn.Linear(8, 4))
     if precision == "fp64":
         model.double()
     options = TrainingOptions.model_validate(
@@ -143,6 +150,16 @@ def test_a_weight_that_is_not_finite_is_seen_in_its_turn() -> None:
         next(stepper.model.parameters()).data[0, 0] = math.nan
     found, expected = (trained(stepper, 1, first=2)[0] for stepper in (graph, plain))
     assert found.fatal
+    assert str(found) == str(expected)
+
+
+def test_a_weight_that_no_batch_reads_is_seen_in_its_turn() -> None:
+    plain, graph = made(embeds=True), graphed(embeds=True)
+    for stepper in (plain, graph):
+        next(stepper.model.parameters()).data[4, 0] = math.inf
+    found, expected = (trained(stepper, 3) for stepper in (graph, plain))
+    assert [reading.fatal for reading in found].count(True) == 1, "of three steps, which look at a tensor each"
+    assert all(math.isfinite(reading.loss + reading.grad_norm) for reading in found)
     assert str(found) == str(expected)
 
 

@@ -15,8 +15,9 @@ from lockstep.config.load import load
 from lockstep.contracts import Batch
 from lockstep.engine import micro_batch, resume
 from lockstep.engine.build import plan
-from lockstep.engine.micro_batch import ROOM, Search, divisors
+from lockstep.engine.micro_batch import ROOM, Attempts, Place, Search, divisors
 from lockstep.engine.step import Stepper
+from lockstep.models.build import Built
 from lockstep.runtime import hardware, measured
 from lockstep.runtime.group import Group
 from lockstep.runtime.memory_limits import Bounds
@@ -113,6 +114,26 @@ def test_a_rehearsal_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest
             assert (mine.loss, mine.grad_norm, mine.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
         for mine, theirs in zip(ours.model.parameters(), other.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_each_size_is_compiled_for_itself_and_once() -> None:
+    """As in a run that was told the size: a compiler that knows another one makes a graph that fits many."""
+    compiled: list[int] = []
+
+    def note(graph: Any, inputs: list[Any]) -> Any:
+        compiled.extend(len(each) for each in inputs if isinstance(each, torch.Tensor) and not each.requires_grad)
+        return graph.forward
+
+    stepper, planned = make_stepper(), plan(load("llama", preset="tiny", flags=flags(TWELVE)), CPU)
+    model: Any = torch.compile(stepper.model, backend=note)
+    stepper.model = model
+    built = Built(model, (), "native_math", compiled=True)
+    place = Place(planned, built, stepper, Group(), {}, lambda rows: [make_batch(rows, seed=seed) for seed in (1, 2)])
+    attempts = Attempts(place)
+    for rows in (8, 4, 6, 6):
+        attempts(rows)
+    assert compiled == [8, 4, 6]
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -209,6 +209,33 @@ def test_a_bias_under_autocast_is_learnt_in_fp32() -> None:
             assert float((got - wanted).norm() / wanted.norm()) < 0.02
 
 
+def test_a_weight_in_fp32_is_learnt_in_fp32_from_bf16_tokens() -> None:
+    """Of bf16 tokens: what two parts of them add is what all add, to the last digits of fp32 and not of bf16."""
+    x, weight, targets, _ = case(ignored=False, weighted=False)
+    x = x.detach().bfloat16()
+
+    def gradient(rows: slice) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total = linear_cross_entropy(x[rows], weight, targets[rows], chunk_tokens=8)
+        return torch.autograd.grad(total, weight)[0]
+
+    whole = gradient(slice(None))
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(gradient(slice(0, 24)) + gradient(slice(24, N)), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_a_bias_is_as_exact_as_its_logits() -> None:
+    """bf16 holds these logits exactly, so that nothing but the sum can be off."""
+    torch.manual_seed(0)
+    x, targets = torch.randint(-1, 2, (N, D)).float(), torch.randint(V, (N,))
+    weight, bias = torch.randint(-1, 2, (V, D)) / 4, torch.randint(-4, 5, (V,)).div(4).requires_grad_()
+    exact = F.cross_entropy(F.linear(x.double(), weight.double(), bias.double()), targets, reduction="sum")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total = linear_cross_entropy(x, weight, targets, chunk_tokens=16, bias_V=bias)
+    (got,), (wanted,) = (torch.autograd.grad(each, bias) for each in (total, exact))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [7, 50])
 @pytest.mark.parametrize("count", [0, 1, N])
 def test_targets_one_by_one(chunk: int, count: int) -> None:

@@ -42,10 +42,14 @@ def test_the_smallest_card_decides(ranks: Pool, limits: list[int], rows: int) ->
     one, other = ranks(2, search, limits)
     assert one == other, "and all have tried the same sizes"
     assert one[0] == rows
+    assert one[1][0] == rows, "foreseen by the estimate, which is all that a model in shards has"
 
 
-def train(group: Group, folder: Path, settings: dict[str, Any], too_many: list[int]) -> dict[str, Any]:
+def train(
+    group: Group, folder: Path, settings: dict[str, Any], too_many: list[int], caches: list[Path] | None = None
+) -> dict[str, Any]:
     """A real run in which a rank cannot have so many rows."""
+    cache = caches[group.rank] if caches else folder / "cache"
     tried: list[int] = []
     real = Stepper.rehearse_alone
 
@@ -60,7 +64,7 @@ def train(group: Group, folder: Path, settings: dict[str, Any], too_many: list[i
         mock.patch.object(Stepper, "rehearse_alone", rehearse_alone),
         mock.patch.object(hardware, "memory_bounds", return_value=CARD),
         mock.patch.object(hardware, "peak_memory_bytes", return_value=1 << 30),
-        env.changed("XDG_CACHE_HOME", str(folder / "cache")),
+        env.changed("XDG_CACHE_HOME", str(cache)),
     ):
         parts, recorder = run(folder / "run", {**SMALL, "training.max_steps": 3, **settings}, group=group)
     training = parts.config.training
@@ -82,3 +86,17 @@ def test_one_rank_runs_out_of_memory(ranks: Pool, tmp_path: Path, mode: str) -> 
     for one, other in zip(found, plain, strict=True):
         assert one["rows"] == other["rows"] == ROWS
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
+
+
+def test_what_only_one_rank_knows_is_looked_for_again(ranks: Pool, tmp_path: Path) -> None:
+    """As of a node that was not there before; the control: what all know is all that is tried."""
+    auto = {"training.batch_size": "auto:6", "training.grad_accum_nums": 1, "training.max_steps": 1}
+    kept, fresh = tmp_path / "kept", tmp_path / "fresh"
+    for name, caches, too_many, tried in (
+        ("first", [kept, kept], 3, [6, 3, 2]),
+        ("known", [kept, kept], 100, [2]),
+        ("one knows", [kept, fresh], 100, [6]),
+    ):
+        found = ranks(2, train, tmp_path / name, auto, [too_many, too_many], caches)
+        assert [each["tried"] for each in found] == [tried, tried]
+        assert [each["split"] for each in found] == [(tried[-1], 6 // tried[-1])] * 2
