@@ -83,10 +83,11 @@ def bench_scaling(
     wanted, config = scaling.counts(workers), loaded.config
     on_gpu = busy.on_gpu(config)
     if on_gpu and (there := len(devices.visible_gpus())) < wanted[-1]:
+        fitting = sorted({there, *(count for count in wanted if count <= there)})
         raise ConfigError(
             f"{wanted[-1]} workers, and this machine shows {there} GPUs",
             where="--workers",
-            hint=f"--workers {','.join(map(str, range(1, there + 1)))}, or --device cpu" if there else "--device cpu",
+            hint=f"--workers {','.join(map(str, fitting))}, or --device cpu" if there else "--device cpu",
         )
     found = busy.check_quiet(busy.cards(config, wanted[-1]), anyway=asked.anyway)
     options, points = config.training, list[scaling.Point]()
@@ -116,7 +117,7 @@ def _check(loaded: Loaded, *, one_device: bool) -> None:
     for key in ("system.gpus", "system.mode") if one_device else ("system.gpus",):
         if (origin := loaded.origins.get(key)) and origin.layer == "flag":
             what = "a bench is of one device" if one_device else "--workers says how many"
-            raise ConfigError(what, where=key, hint=several)
+            raise ConfigError(what, where=key, hint=f"{several}; another card: --system.device-id=N")
 
 
 def _file(text: str) -> Path:
