@@ -180,7 +180,7 @@ def test_where_caches_lie(stories: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("DATASET_CACHE_DIR", str(stories / "moved"))
     assert prepared(configuration()).folder == stories / "moved" / made.key
     assert cache_roots(DataOptions(cache_dir="mine")) == [Path("mine")]
-    with pytest.raises(ConfigError, match="nobody-of-this-name/cache. is no path"):
+    with pytest.raises(ConfigError, match=r"nobody-of-this-name/cache. is no path"):
         cache_roots(DataOptions(cache_dir="~nobody-of-this-name/cache"))
 
 
