@@ -204,6 +204,7 @@ def _chunked_sum(
             grad_x_ND[rows] = grad_x_CD if peak is None else grad_x_CD * peak
         if wanted[1]:
             grad_weight_VD = products.multiply(delta_CV.T, x_CD, result=wide, total=grad_weight_VD)
+        del logits_CV, delta_CV  # two gigabytes, or more, that the next chunk needs
     if grad_weight_VD is not None:
         grad_weight_VD = _times(grad_weight_VD, peak).to(weight_VD.dtype)
     if grad_bias_V is not None and bias_V is not None:
