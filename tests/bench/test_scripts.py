@@ -122,13 +122,14 @@ def test_what_is_due_is_judged(families: ModuleType, capsys: pytest.CaptureFixtu
     base = {"tokens_per_second": 1.0, "step_ms": 4.7, "peak_memory_bytes": 1}
     assert families.show("llada", {"llada": figures, "llada-all": base})
     assert families.show("ad", {"ad": figures})
-    assert families.show("full", {"full": figures})
+    assert families.show("full", {"full": figures, "full-kept": figures})
     assert families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 7.9, "warm_starts": [7.9]}})
     assert "MISSED" not in capsys.readouterr().out
     assert not families.show("bert", {"bert": figures, "bert-padded": base})
     assert not families.show("ad", {"ad": {**figures, "step_ms": 4.9}})
     assert not families.show("demo", {"demo": {"cold_seconds": 30.0, "warm_seconds": 8.1, "warm_starts": [8.1]}})
-    assert capsys.readouterr().out.count("MISSED") == 3
+    assert not families.show("full", {"full": figures, "full-kept": {**figures, "estimate_off": -0.11}})
+    assert capsys.readouterr().out.count("MISSED") == 4
     assert not families.show("full", {"full": {"error": "exit code 1"}})
 
 
@@ -210,7 +211,7 @@ def test_ours_is_a_command_the_product_knows(name: str, llama: ModuleType, tmp_p
     assert config.training.grad_accum_nums == 1
 
 
-@pytest.mark.parametrize("name", ["llada", "bert", "ad", "full"])
+@pytest.mark.parametrize("name", ["llada", "bert", "ad", "full", "full-kept"])
 def test_the_families_are_commands_the_product_knows(name: str, families: ModuleType) -> None:
     from lockstep.api import resolve as resolve_config
     from lockstep.api import setting_words
@@ -220,7 +221,8 @@ def test_the_families_are_commands_the_product_knows(name: str, families: Module
     config = resolve_config(arguments.family, preset=arguments.what, flags=settings).config
     assert config.training.grad_accum_nums == 1
     sizes = {"llada": (8, 4096), "bert": (128, 512), "ad": (512, 240), "full": (1, 8192)}
-    assert (config.training.batch_size, config.training.context_length) == sizes[name]
+    assert (config.training.batch_size, config.training.context_length) == sizes[name.removesuffix("-kept")]
+    assert config.system.gradient_checkpointing is (name == "full")
 
 
 def test_a_rule_that_is_behind_torch_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,10 @@ def test_the_refusal_comes_before_anything_is_read(
     model = ("--model-path", "GSAI-ML/LLaDA-8B-Instruct", "--init", "pretrained", "--device", "cpu", "--name", "x")
     refused = lockstep("train", "llada", "tiny", *model)
     assert refused.code == ExitCode.FAILED, refused.text
-    estimate, error = refused.text.index("Memory, estimated: 12"), refused.text.index("the model does not fit: 8,015")
+    estimate, error = (
+        refused.text.index("Memory, estimated: 119.5"),
+        refused.text.index("the model does not fit: 8,015"),
+    )
     assert estimate < error
     assert "try: --model.lora-rank 16 (3" in refused.text
     assert list(in_dir.iterdir()) == [], "no run was begun"

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import DataError
-from lockstep.models import llama
+from lockstep.models import layers, llama
 from lockstep.models.initialise import initialise
+from lockstep.models.layers import rope_frequencies, rope_tables
 from lockstep.models.llama import Llama
 from lockstep.models.shapes import KNOWN, LlamaShape, memory_bytes
 from tests.kept import saved_bytes
@@ -104,6 +105,36 @@ def test_the_memory_estimate_is_what_is_kept(bf16: bool) -> None:
     log_softmax = 4 * 64 * 512 * 4
     kept = next_bytes(model, ids(4, 64), bf16=bf16) - log_softmax
     assert estimate.activations + estimate.copies == pytest.approx(kept, rel=0.15)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by torch's own compiler
+def test_a_compiled_block_keeps_no_copy_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrices in half precision are made again in the backward pass: same bits, two bytes a parameter less."""
+    shape = replace(TINY, intermediate_size=192)
+    turns = rope_tables(rope_frequencies(shape), 15)
+
+    def trained() -> tuple[int, list[Tensor]]:
+        torch.manual_seed(3)
+        block = layers.Block(shape, backend="native_flash", dropout=0.0)
+        compiled = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
+        x_BLD, kept = torch.randn(3, 15, shape.hidden_size, requires_grad=True), list[Tensor]()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each),
+            torch.autocast("cpu", dtype=torch.bfloat16),
+        ):
+            total = compiled(x_BLD, *turns, None).square().sum()
+        total.backward()
+        sizes = {size for weight in block.parameters() if weight.dim() == 2 for size in (weight.shape, weight.T.shape)}
+        copies = sum(each.dtype == torch.bfloat16 and each.shape in sizes for each in kept)
+        return copies, [each.grad for each in (x_BLD, *block.parameters()) if each.grad is not None]
+
+    copies, learnt = trained()
+    monkeypatch.setattr(layers, "Linear", nn.Linear)
+    torch.compiler.reset()
+    usual, same = trained()
+    assert (copies, usual) == (0, 7)
+    assert len(learnt) == len(same) == 10
+    assert all(torch.equal(one, other) for one, other in zip(learnt, same, strict=True))
 
 
 def test_kernels_agree() -> None:

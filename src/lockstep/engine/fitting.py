@@ -75,7 +75,7 @@ def words(need: Memory, free: int, where: str = " per GPU") -> str:
         "weights": need.weights,
         "gradients": need.gradients,
         "optimizer": need.moments,
-        "activations": need.activations + need.copies + need.head,
+        "activations": need.passing,
     }
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     return f"Memory{where}, estimated: {need.total / GIB:.1f} GiB ({listed}); {free / GIB:.1f} GiB are free"

@@ -48,7 +48,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
             "weights": memory.weights,
             "gradients": memory.gradients,
             "optimizer": memory.moments,
-            "activations": memory.activations + memory.copies + memory.head,
+            "activations": memory.passing,
         },
         tokens_per_step=assembled.parts.batch_rows * options.context_length,
         max_steps=options.max_steps,

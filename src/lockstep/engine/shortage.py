@@ -162,8 +162,8 @@ def remedy(work: Work, *, missing: int = 0) -> Remedy:
 
 def _words(before: Memory, after: Memory) -> str:
     """How much less it is, and of what."""
-    saved, passing = before.total - after.total, before.total - before.states
-    share = (after.total - after.states) / passing if passing else 1.0
+    saved = before.total - after.total
+    share = after.passing / before.passing if before.passing else 1.0
     what = f"about {share:.0%} of the activations" if after.states == before.states else "in shards"
     return f"{what}, {size_text(saved)} less per worker"
 

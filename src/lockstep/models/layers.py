@@ -7,6 +7,7 @@ pairs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,23 @@ def rotate(x_BLHE: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
     return turned.to(x_BLHE.dtype)
 
 
+def made_again(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """What it returns; under the compiler none of it is kept, because the backward pass makes it again on its way."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return function(*args)
+
+
+class Linear(nn.Linear):
+    """A compiled block keeps no copy of its weight in half precision, which autocast would: two bytes a parameter."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        if torch.compiler.is_compiling() and torch.is_autocast_enabled(kind):
+            return F.linear(input, made_again(Tensor.to, self.weight, torch.get_autocast_dtype(kind)), self.bias)
+        return super().forward(input)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) in fp32, cast back, then times the weight."""
 
@@ -70,10 +88,10 @@ class Attention(nn.Module):
         self.backend = backend
         self.causal = not shape.bidirectional
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.wq = nn.Linear(shape.hidden_size, query, bias=shape.qkv_bias)
-        self.wk = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
-        self.wv = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
-        self.wo = nn.Linear(query, shape.hidden_size, bias=False)
+        self.wq = Linear(shape.hidden_size, query, bias=shape.qkv_bias)
+        self.wk = Linear(shape.hidden_size, key, bias=shape.qkv_bias)
+        self.wv = Linear(shape.hidden_size, key, bias=shape.qkv_bias)
+        self.wo = Linear(query, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
@@ -94,15 +112,12 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.w2 = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-        self.w3 = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.w1 = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.w2 = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.w3 = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        gate_BLF, up_BLF = self.w1(x_BLD), self.w3(x_BLD)
-        if torch.compiler.is_compiling() and torch.is_grad_enabled():  # the backward pass makes it again on its way
-            return self.w2(checkpoint(_gated, gate_BLF, up_BLF, use_reentrant=False, preserve_rng_state=False))
-        return self.w2(_gated(gate_BLF, up_BLF))
+        return self.w2(made_again(_gated, self.w1(x_BLD), self.w3(x_BLD)))
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -81,14 +81,14 @@ class LlamaShape:
         return biases + (2 * self.head_dim if self.qk_norm else 0)
 
     def layer_activation_bytes(self, item: int, *, compiled: bool) -> int:
-        """What one layer keeps per token. Compiled: the compiler recomputes norms and SwiGLU.
+        """What one layer keeps per token. Compiled: what comes out of norms, and no SwiGLU, which is made again.
 
         Looking both ways changes nothing: no kernel keeps the scores.
         """
         width, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         normed = query + key if self.qk_norm else 0
         if compiled:
-            return item * (3 * width + 2 * query + 2 * key + 2 * self.intermediate_size + normed)
+            return item * (4 * width + 2 * query + 2 * key + 2 * self.intermediate_size + normed)
         norms = 6 * width * item if item >= 4 else 2 * width * (4 + 3 * item)  # eager norms keep an fp32 copy too
         norms += normed * (2 * item if item >= 4 else 4 + item)  # what comes out of them is turned, and not kept
         return norms + item * (2 * query + 2 * key + 4 * self.intermediate_size)

@@ -37,14 +37,22 @@ class Memory:
     copies: int  # of weights: in half precision, made by autocast; gathered from other ranks
     activations: int  # kept for the backward pass
     head: int  # logits of one chunk and their gradient
+    block: int  # what the backward pass of one block makes on its way
+    awaited: int  # gradients that are not there yet when all activations are
+    last: int  # what is left of a micro-batch when the last gradients come
 
     @property
     def states(self) -> int:
         return self.weights + self.gradients + self.moments
 
     @property
+    def passing(self) -> int:
+        """Beside the state, at the worst time of a step: activations lie where gradients will."""
+        return max(self.copies + self.activations + max(self.head, self.block) - self.awaited, self.last)
+
+    @property
     def total(self) -> int:
-        return self.states + self.copies + self.activations + self.head
+        return self.states + self.passing
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
 ) -> Memory:
     """Memory of training with AdamW: weights, gradients and moments, and what a micro-batch leaves behind."""
     tokens, item = batch_size * context_length, ITEM_BYTES[dtype_name]
-    recast = dtype_name in FLOAT8  # in each pass, as recomputed blocks do
+    recast = dtype_name in FLOAT8 or (compiled and isinstance(shape, LlamaShape))  # in each pass, as recomputed blocks
     layer = tokens * shape.layer_activation_bytes(item, compiled=compiled)
     residual = tokens * shape.hidden_size * item
     kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
@@ -128,17 +136,20 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
     weights, gradients, moments = (
         part // sharing.shards for part in _states(shape, lora, dtype_name, optimizer_states)
     )
-    later = 0 if sharing.standing_gradients else gradients
     whole = head_tokens <= chunk
+    table = 0 if lora.rank else max(4, item) * shape.vocab_size * shape.hidden_size // sharing.shards
+    after_table = 0 if getattr(shape, "tied", True) else table  # the gradient of an output matrix is the first one
     return Memory(
         weights=weights,
         gradients=gradients,
         moments=moments,
-        copies=_cast_bytes(shape, lora, item, checkpointing or recast, compiled or recast, later)
-        + _gathered_bytes(shape, lora, dtype_name, sharing),
+        copies=_cast_bytes(shape, lora, item, recast) + _gathered_bytes(shape, lora, dtype_name, sharing),
         activations=kept + 3 * residual,
         head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=whole)
-        + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk), whole, later),
+        + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk), whole),
+        block=layer,
+        awaited=0 if sharing.standing_gradients else max(0, gradients - table),
+        last=3 * residual + max(0, 2 * layer - after_table),
     )
 
 
@@ -150,19 +161,18 @@ def _logit_bytes(item: int, *, whole: bool) -> int:
     return item if item < 4 else 3 * item if whole else 2 * max(4, item) + item
 
 
-def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int, whole: bool, later: int) -> int:
-    """What float8 gradients of an output matrix need beside its logits, more than the gradients that come later.
+def _float8_head_bytes(shape: Shape, lora: Lora, dtype_name: str, tokens: int, whole: bool) -> int:
+    """What float8 gradients of an output matrix need beside its logits.
 
     The matrix turned over, and the logits' gradient both ways; when the logits are gone, a product in fp32 is there,
-    to be added to the gradient, which the first one is itself. Of the `later` bytes none are there, but its own.
+    to be added to the gradient, which the first one is itself.
     """
     fits = isinstance(shape, LlamaShape) and not (shape.vocab_size % FLOAT8_SIDE or shape.hidden_size % FLOAT8_SIDE)
     if dtype_name != "fp8" or not fits:
         return 0
     delta, matrix = tokens * shape.vocab_size, shape.vocab_size * shape.hidden_size
     product = 0 if lora.rank or whole else 4 * matrix
-    needed = matrix + 2 * delta + max(0, product - ITEM_BYTES[dtype_name] * delta)
-    return max(0, needed - max(0, later - 4 * matrix))
+    return matrix + 2 * delta + max(0, product - ITEM_BYTES[dtype_name] * delta)
 
 
 def _states(shape: Shape, lora: Lora, dtype_name: str, optimizer_states: str) -> tuple[int, int, int]:
@@ -184,17 +194,14 @@ def _frozen_bytes(dtype_name: str) -> int:
     return 2 if dtype_name in ("bf16", *FLOAT8) else max(4, ITEM_BYTES[dtype_name])
 
 
-def _cast_bytes(shape: Shape, lora: Lora, item: int, checkpointing: bool, compiled: bool, later: int) -> int:
-    """Weights in half precision, beside the fp32 ones. Recomputed blocks keep none for the backward pass.
+def _cast_bytes(shape: Shape, lora: Lora, item: int, recast: bool) -> int:
+    """Weights in half precision, beside the fp32 ones.
 
-    Until the forward pass ends autocast holds all it has made, and none of the `later` bytes of gradients are there.
+    Until the forward pass ends autocast holds all it has made, also in blocks that are recomputed.
     """
     if item >= 4 or (lora.rank and item == _frozen_bytes("bf16")):
         return 0
-    everything, head = item * shape.matmul_parameters(), item * shape.vocab_size * shape.hidden_size
-    if not checkpointing:
-        return everything
-    return head if compiled else max(head, everything - later)
+    return item * (shape.vocab_size * shape.hidden_size if recast else shape.matmul_parameters())
 
 
 def _gathered_bytes(shape: Shape, lora: Lora, dtype_name: str, sharing: Sharing) -> int:
