@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.kernels import cublaslt, product_pass, products
+from lockstep.kernels import cublaslt, graph_pass, products
 from lockstep.kernels.linear_cross_entropy import linear_cross_entropy
 from lockstep.models.layers import SwiGLU
 
@@ -142,7 +142,7 @@ def test_a_compiled_layer_takes_them_and_repeats_its_bits(monkeypatch: pytest.Mo
     eager = gradients(layer, x)
     ran = recorded(monkeypatch)
     with inductor.patch(post_grad_custom_post_pass=None), functorch.patch(force_non_lazy_backward_lowering=True):
-        product_pass.install()  # both as compile_blocks does
+        graph_pass.install()  # both as compile_blocks does
         layer.compile(fullgraph=True)
         once, again = gradients(layer, x), gradients(layer, x)
     assert len(ran) == 2 * 9  # of three weights: forward, and both gradients

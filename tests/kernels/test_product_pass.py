@@ -24,9 +24,9 @@ def traced(work: Callable[..., Any], *given: Tensor, symbolic: bool = False) -> 
 
 def passed_over(graph_module: Any) -> list[bool]:
     """Whether each product that the pass put in is widened."""
-    from lockstep.kernels.product_pass import ProductPass
+    from lockstep.kernels import product_pass
 
-    ProductPass()(graph_module.graph)
+    product_pass.put_in(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
     nodes = graph_module.graph.find_nodes(op="call_function", target=torch.ops.lockstep.product.default)
@@ -125,24 +125,3 @@ def strange(kind: str) -> Graph:
 def test_the_pass_harms_no_graph(monkeypatch: pytest.MonkeyPatch, kind: str, expected: list[bool]) -> None:
     monkeypatch.setattr(products, "LEAST_FLOPS", 0.0)
     assert passed_over(GraphModule({}, strange(kind))) == expected
-
-
-def test_the_pass_is_one_of_the_compilers_and_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    from lockstep.kernels import product_pass
-
-    with inductor.patch(post_grad_custom_post_pass=None):
-        product_pass.install()
-        ours: Any = inductor.post_grad_custom_post_pass
-        product_pass.install()
-        assert inductor.post_grad_custom_post_pass is ours
-    assert isinstance(ours, product_pass.ProductPass)
-    name = ours.uuid()
-    assert name == product_pass.ProductPass().uuid()
-    monkeypatch.setattr(products, "LEAST_FLOPS", 5.0)
-    assert ours.uuid() != name
-    somebodys = product_pass.ProductPass()
-    with inductor.patch(post_grad_custom_post_pass=somebodys):
-        product_pass.install()
-        assert inductor.post_grad_custom_post_pass is somebodys

@@ -14,7 +14,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from lockstep.errors import ConfigError, NotFoundError
-from lockstep.kernels import product_pass, products
+from lockstep.kernels import graph_pass, products
 from lockstep.models import hf
 from lockstep.models.build import (
     NAMING_CALLS,
@@ -205,7 +205,7 @@ def test_compiled_blocks_train_like_eager_ones() -> None:
 def test_a_backward_pass_of_another_thread_is_compiled_with_the_runs_settings(at_once: bool) -> None:
     """A GPU has such a thread, and torch 2.12 and later keep settings of the compiler by thread."""
     seen: dict[str, bool] = {}
-    ours = product_pass.ProductPass()
+    ours = graph_pass.GraphPass()
 
     def noted(name: str) -> Any:
         def compiled(graph: Any, _inputs: Any) -> Any:
@@ -234,5 +234,5 @@ def test_large_products_are_put_in_where_they_are_for_the_device(monkeypatch: py
     monkeypatch.setattr(products, "is_for", lambda device: asked.append(device) or is_for)
     with inductor.patch(post_grad_custom_post_pass=None):
         compile_blocks(lay_out(resolve(TINY, context_length=64), attention="native_math"), CPU, sharded=False)
-        assert isinstance(inductor.post_grad_custom_post_pass, product_pass.ProductPass) == is_for
+        assert isinstance(inductor.post_grad_custom_post_pass, graph_pass.GraphPass) == is_for
     assert asked == [CPU]

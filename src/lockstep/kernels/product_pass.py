@@ -1,24 +1,18 @@
 """Large products of compiled blocks are those of `products`: a pass over the graphs that the compiler makes.
 
 What the graph widens, such as the gradient of a weight, is asked for in fp32: the sum is in fp32 anyway, so that it is
-not rounded to bf16 on the way, nor written, read and written again. Import this only where something is compiled: it
-loads the compiler.
+not rounded to bf16 on the way, nor written, read and written again.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
 from lockstep.kernels import products
-
-FILES = tuple(str(Path(products.__file__).with_name(name)) for name in ("products.py", "product_pass.py"))
 
 
 @torch.library.custom_op("lockstep::product", mutates_args=())
@@ -32,27 +26,15 @@ def _(first: Tensor, second: Tensor, widened: bool) -> Tensor:
     return first.new_empty(first.shape[0], second.shape[1], dtype=torch.float32 if widened else first.dtype)
 
 
-class ProductPass(CustomGraphPass):
-    """Puts them in; what it does follows from its own text, by which the compiler's cache knows it."""
-
-    def __call__(self, graph: Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-            if _is_large(node):
-                widening = _widening(node)
-                node.target, node.args = torch.ops.lockstep.product.default, (*node.args, widening is not None)
-                if widening is not None:
-                    node.meta["val"] = widening.meta["val"]
-                    widening.replace_all_uses_with(node)
-                    graph.erase_node(widening)
-
-    def uuid(self) -> bytes:
-        return get_hash_for_files(FILES, extra=str(products.LEAST_FLOPS))
-
-
-def install() -> None:
-    """For all that is compiled in this process from now on, unless somebody has a pass of their own there."""
-    if inductor.post_grad_custom_post_pass is None:
-        inductor.post_grad_custom_post_pass = ProductPass()
+def put_in(graph: Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        if _is_large(node):
+            widening = _widening(node)
+            node.target, node.args = torch.ops.lockstep.product.default, (*node.args, widening is not None)
+            if widening is not None:
+                node.meta["val"] = widening.meta["val"]
+                widening.replace_all_uses_with(node)
+                graph.erase_node(widening)
 
 
 def _is_large(node: Node) -> bool:

@@ -164,9 +164,9 @@ def compile_blocks(model: Model, device: torch.device, *, sharded: bool, **how: 
     functorch.force_non_lazy_backward_lowering = True  # a GPU's thread, which makes it later, has settings of its own
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     if products.is_for(device):
-        from lockstep.kernels import product_pass
+        from lockstep.kernels import graph_pass
 
-        product_pass.install()
+        graph_pass.install()
     if isinstance(model, Agent):
         how.setdefault("dynamic", False)  # all regions but the last are equally long: two lengths, each as it is
     torch.compiler.set_stance("default")  # masked diffusion that was trained here before may have left another

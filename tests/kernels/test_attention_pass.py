@@ -1,0 +1,255 @@
+"""The pass that gives flex attention cuDNN's forward pass: what it takes, what it leaves alone, and its results.
+
+cuDNN's own kernel needs a GPU (tests/gpu/test_cuda_attention_pass.py); a stand-in has its arguments and its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask
+
+from lockstep.kernels import attention_pass
+from lockstep.models.attention import causal_block_mask, document_mask, window_mask
+from tests.kernels.test_products import BF16, FP32, distance
+
+CPU = torch.device("cpu")
+ROWS, LENGTH, HEADS, KEY_HEADS, WIDTH = 2, 512, 4, 2, 16
+SCALE = 0.2  # not the usual one
+FLEX = attention_pass.FLEX
+
+
+def score(each: Tensor, *_: Tensor) -> Tensor:
+    return each
+
+
+def capped(each: Tensor, *_: Tensor) -> Tensor:
+    return each.tanh()
+
+
+def given(dtype: torch.dtype = BF16, *, length: int = LENGTH, by_heads: bool = False) -> list[Tensor]:
+    """Queries, keys and values as a block has them: a token's heads lie together."""
+    torch.manual_seed(3)
+    sizes = [(ROWS, length, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    tensors = [torch.randn(size).to(dtype).transpose(1, 2) for size in sizes]
+    return [each.contiguous() if by_heads else each for each in tensors]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Flex attention as the compiler has it: what its mask holds goes in beside queries, keys and values."""
+
+    module: GraphModule
+    tensors: list[Tensor]
+
+    def __call__(self) -> Any:
+        return self.module(*self.tensors)
+
+    @property
+    def node(self) -> Node:
+        (node,) = self.module.graph.find_nodes(op="call_function", target=FLEX)
+        return node
+
+
+def flex(
+    mask: Any, tensors: list[Tensor], *, buffers: Sequence[Tensor] = (), score: Callable[..., Tensor] = score,
+    wanted: int = 2, symbolic: bool = False,
+) -> Traced:  # fmt: skip
+    parts = mask.as_tuple()
+    everything = [*tensors, *(each for each in parts if isinstance(each, Tensor)), *buffers]
+
+    def work(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Any:
+        left = iter(others)
+        block = tuple(next(left) if isinstance(each, Tensor) else each for each in parts)
+        return FLEX(query, key, value, score, block, SCALE, {}, (), tuple(left))[:wanted]
+
+    return Traced(make_fx(work, tracing_mode="symbolic" if symbolic else "fake")(*everything), everything)
+
+
+def passed_over(traced: Traced) -> list[bool]:
+    """Whether each attention that the pass put in is causal."""
+    graph = traced.module.graph
+    attention_pass.put_in(graph)
+    graph.lint()
+    traced.module.recompile()
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.lockstep.attention.default)
+    return [node.args[3] for node in nodes]
+
+
+def cudnn(
+    query: Tensor, key: Tensor, value: Tensor, bias: None, wants_sums: bool, dropout: float, causal: bool, debug: bool,
+    *, scale: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Its results by the plain maths in fp64; sums of exponentials as natural logarithms with a last side of one."""
+    assert (bias, wants_sums, dropout, debug) == (None, True, 0.0, False)
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.double().repeat_interleave(group, dim=1) for each in (key, value))
+    scores = scale * query.double() @ key.transpose(-2, -1)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    seen = torch.empty_like(query).copy_(scores.softmax(-1) @ value)
+    return seen, scores.logsumexp(-1, keepdim=True).float(), None, None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A machine whose cuDNN takes everything; what it was asked."""
+    answers: list[Any] = []
+    monkeypatch.setattr(attention_pass, "runs", lambda *facts: answers.append(facts) or True)
+    monkeypatch.setattr(attention_pass, "FORWARD", cudnn)
+    return answers
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_every_token_sees_alike_is_cudnns(asked: list[Any], causal: bool) -> None:
+    mask = causal_block_mask(LENGTH, CPU) if causal else window_mask(LENGTH, CPU, backend="flex", window=0)
+    tensors = given()
+    graph = flex(mask, tensors)
+    before = graph()
+    assert passed_over(graph) == [causal]
+    assert asked == [(CPU, BF16, (HEADS, LENGTH, WIDTH), KEY_HEADS, causal)]
+    after = graph()
+    for got, wanted, limit in zip(after, before, (4e-3, 1e-6), strict=True):
+        assert (got.dtype, got.shape, got.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+        assert distance(got, wanted) < limit
+    other = cudnn(*tensors, None, True, 0.0, not causal, False, scale=SCALE)
+    assert distance(other[0], before[0]) > 0.1, "the control: the other mask"
+    natural = cudnn(*tensors, None, True, 0.0, causal, False, scale=SCALE)[1].squeeze(-1)
+    assert distance(natural, before[1]) > 0.1, "the control: flex attention's are logarithms to the base of two"
+
+
+def test_nothing_of_flex_attention_is_left_behind(asked: list[Any]) -> None:
+    traced = flex(causal_block_mask(LENGTH, CPU), given(), wanted=1)
+    assert passed_over(traced) == [True]
+    assert traced.module.graph.find_nodes(op="get_attr") == []
+    assert traced.module.graph.find_nodes(op="call_function", target=FLEX) == []
+
+
+def test_documents_are_left_alone(asked: list[Any]) -> None:
+    documents = torch.arange(LENGTH).expand(ROWS, -1) // 100
+    mask = document_mask(documents, backend="flex")
+
+    def looked_up(row: Tensor, _head: Tensor, query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
+        return (documents[row, query] == documents[row, key]) & (query >= key)
+
+    mask.mask_mod = looked_up  # the compiler hands on what a mask looks things up in
+    assert passed_over(flex(mask, given(), buffers=[documents])) == []
+    assert asked == []
+
+
+def before_the_next(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key + 1
+
+
+def turned_round(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key >= query
+
+
+def up_to_here_and_near(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (query - key).abs() <= LENGTH - 2
+
+
+def far(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (query + key).abs() <= 4 * LENGTH
+
+
+def not_apart(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query - key <= LENGTH
+
+
+def made(mask: Callable[..., Tensor]) -> Any:
+    return create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: window_mask(LENGTH, CPU, backend="flex", window=64),
+        lambda: made(before_the_next),
+        lambda: made(turned_round),
+        lambda: made(up_to_here_and_near),
+        lambda: made(far),
+        lambda: made(not_apart),
+    ],
+)
+def test_other_masks_are_left_alone(asked: list[Any], mask: Callable[[], Any]) -> None:
+    assert passed_over(flex(mask(), given())) == []
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("work", "tensors", "symbolic"),
+    [
+        ({}, {"dtype": FP32}, False),
+        ({}, {"length": 256}, False),  # rows that nobody measured
+        ({"score": capped}, {}, False),
+        ({"wanted": 3}, {}, False),  # the greatest scores are wanted as well
+        ({}, {}, True),  # of any length
+    ],
+)
+def test_what_cudnn_does_not_have_is_left_alone(
+    asked: list[Any], work: dict[str, Any], tensors: dict[str, Any], symbolic: bool
+) -> None:
+    length = tensors.get("length", LENGTH)
+    assert passed_over(flex(causal_block_mask(length, CPU), given(**tensors), symbolic=symbolic, **work)) == []
+    assert asked == []
+
+
+def test_keys_that_are_longer_or_shared_by_rows_are_left_alone(asked: list[Any]) -> None:
+    query, key, value = given()
+    mask = causal_block_mask(LENGTH, CPU)
+    assert passed_over(flex(mask, [query, key[:1], value[:1]])) == []
+    query, key, value = given(length=2 * LENGTH)
+    wider = create_block_mask(lambda _b, _h, query, key: query >= key, None, None, LENGTH, 2 * LENGTH, device="cpu")
+    assert passed_over(flex(wider, [query[:, :, :LENGTH], key, value])) == []
+    assert asked == []
+
+
+def test_another_layout_of_the_result_is_left_alone(asked: list[Any]) -> None:
+    traced = flex(causal_block_mask(LENGTH, CPU), given())
+    seen, sums, maxima = traced.node.meta["val"]
+    traced.node.meta["val"] = (seen.contiguous(), sums, maxima)
+    assert passed_over(traced) == []
+    assert passed_over(flex(causal_block_mask(LENGTH, CPU), given(by_heads=True))) == [True]
+
+
+def test_a_graph_that_nobody_describes_is_left_alone(asked: list[Any]) -> None:
+    for of_result in (True, False):
+        traced = flex(causal_block_mask(LENGTH, CPU), given())
+        described: Any = traced.node if of_result else traced.node.args[0]
+        del described.meta["val"]
+        assert passed_over(traced) == []
+    assert asked == []
+
+
+def test_whether_cudnn_has_a_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = (CPU, BF16, (HEADS, LENGTH, WIDTH), KEY_HEADS, True)
+    attention_pass.runs.cache_clear()
+    assert not attention_pass.runs(*facts), "a processor has none"
+    attention_pass.runs.cache_clear()
+    tried: list[Any] = []
+
+    def trying(*arguments: Any, **named: Any) -> tuple[Any, ...]:
+        tried.append(([tuple(each.shape) for each in arguments[:3]], arguments[6]))
+        return cudnn(*arguments, **named)
+
+    monkeypatch.setattr(attention_pass, "FORWARD", trying)
+    with torch._subclasses.FakeTensorMode():  # as in the compiler
+        assert attention_pass.runs(*facts)
+    query, key = (1, HEADS, LENGTH, WIDTH), (1, KEY_HEADS, LENGTH, WIDTH)
+    assert tried == [([query, key, key], True)]
+    attention_pass.runs.cache_clear()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(attention_pass, "FORWARD", full)
+    with pytest.raises(torch.OutOfMemoryError):  # which says nothing about kernels
+        attention_pass.runs(*facts)
