@@ -209,12 +209,13 @@ def without(words: Sequence[str], *flags: str) -> list[str]:
     return kept
 
 
-def whole(low: int) -> Callable[[str], int]:
-    """An argument that is a whole number of at least `low`."""
+def whole(low: int, high: int = 10**18 - 1) -> Callable[[str], int]:
+    """An argument that is a whole number of at least `low`, and of at most `high`."""
+    bounds = f"of at least {low}" if high >= 10**18 - 1 else f"from {low:,} to {high:,}"
 
     def read(text: str) -> int:
-        if not text.removeprefix("-").isdecimal() or len(text) > 18 or int(text) < low:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}, got {text[:40]!r}")
+        if not text.removeprefix("-").isdecimal() or len(text) > 18 or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text[:40]!r}")
         return int(text)
 
     return read

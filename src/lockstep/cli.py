@@ -14,7 +14,7 @@ from lockstep.api import setting_words
 from lockstep.arguments import Setting
 from lockstep.errors import ConfigError, ExitCode
 from lockstep.guard import say
-from lockstep.registry import suggest
+from lockstep.registry import nearest, suggest
 from lockstep.rundir import expanded
 from lockstep.trained import evaluate, export, sample
 from lockstep.verb_arguments import parse
@@ -52,7 +52,7 @@ def _run(words: list[str]) -> int:
     if verb == "config" and (not rest or rest[0] in ("--help", "-h")):
         say(usage("config "))
         return ExitCode.DONE if rest else ExitCode.USAGE
-    if verb == "config" or (rest and f"{verb} {rest[0]}" in VERBS):  # of two words
+    if verb == "config" or (rest and _is_second(verb, rest[0])):
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb not in VERBS:
         raise ConfigError(f"no command {verb[:80]!r}", hint=suggest(verb, sorted(VERBS)))
@@ -60,6 +60,12 @@ def _run(words: list[str]) -> int:
     arguments, settings = parse(verb, about, rest, setting_words)
     arguments.argv = words  # a worker is started with the same command line
     return run(arguments, settings)
+
+
+def _is_second(verb: str, word: str) -> bool:
+    """Whether this command is one of two words, or is meant to be: what does not exist is refused by its whole name."""
+    seconds = [known.removeprefix(f"{verb} ") for known in VERBS if known.startswith(f"{verb} ")]
+    return word in seconds or nearest(word, seconds) != ""
 
 
 def usage(start: str = "") -> str:

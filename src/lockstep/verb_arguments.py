@@ -160,6 +160,7 @@ def _check(parser: Parser) -> None:
     parser.flag("--schema", "print the JSON Schema of check.json")
 
 
+MOST_TIMED = 1_000_000  # steps of a bench: days
 OF_BENCHES = ("--device", "--seed", "--precision", "--batch-size", "--model-path", "--gradient-checkpointing",
               "--deterministic")  # fmt: skip
 
@@ -167,7 +168,8 @@ OF_BENCHES = ("--device", "--seed", "--precision", "--batch-size", "--model-path
 def _bench(parser: Parser) -> None:
     """Rows are made here and nothing is written but FILE, so most of the short words mean nothing to it."""
     _configuration(parser, shown=OF_BENCHES)
-    parser.flag("--steps", "steps that are timed, after some that warm up (20)", metavar="N", type=whole(1), default=20)
+    parser.flag("--steps", "steps that are timed, after some that warm up (20)", metavar="N",
+                type=whole(1, MOST_TIMED), default=20)  # fmt: skip
     parser.flag("--json", "also write the figures to this file", metavar="FILE")
     parser.flag("--anyway", "although the machine is busy")
 

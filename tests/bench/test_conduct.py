@@ -140,7 +140,10 @@ def test_a_busy_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "code", "said"),
     [
         (("bench",), 2, "FAMILY"),
-        (("bench", "llama", "tiny", "--steps", "0"), 2, "at least 1"),
+        (("bench", "llama", "tiny", "--steps", "0"), 2, "expected a whole number from 1 to 1,000,000, got '0'"),
+        (("bench", "scaling", "llama", "tiny", "--steps", "2000000000"), 2, "from 1 to 1,000,000"),
+        (("bench", "scalin", "llama", "tiny"), 2, "no command 'bench scalin'\n  try: did you mean 'bench scaling'?"),
+        (("bench", "lama", "tiny"), 2, "unknown family 'lama'\n  try: did you mean 'llama'?"),
         (("bench", "llama", "tiny", "--json", "/no/such/folder/f.json"), 73, "a folder that is not there"),
         (("bench", "llama", "tiny", "--json", "-"), 73, "the sign for a stream"),
         (("bench", "llama", "tiny", "--json", "x" * 300), 73, "File name too long"),
@@ -293,7 +296,9 @@ def run_scaling(lockstep: Run, tmp_path: Path, workers: str) -> None:
         "bench", "scaling", "llama", "tiny", *CPU, "--workers", workers, "--steps", "6", "--json", str(file)
     )
     assert result.code == 0, result.text
-    found = json.loads(file.read_text())["workers"]
+    figures = json.loads(file.read_text())
+    assert figures["versions"]["torch"] == torch.__version__
+    found = figures["workers"]
     wanted = [int(count) for count in workers.split(",")]
     assert [each["workers"] for each in found] == wanted
     assert list(shown(result.out)) == wanted

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import __version__, rundir
+from lockstep import rundir
 from lockstep.bench import busy, scaling
 from lockstep.bench.show import scaling_table, table
 from lockstep.errors import ConfigError, ExitCode, OutputError
@@ -57,7 +57,6 @@ def bench_one(loaded: Loaded, asked: Asked) -> int:
     found = busy.check_quiet(busy.cards(loaded.config), anyway=asked.anyway)
     env.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own comings and goings
     from lockstep.bench.drive import measure
-    from lockstep.engine.build import versions
     from lockstep.report.logs import setup_logging
 
     setup_logging(level="DEBUG" if loaded.config.debug.enabled else "WARNING")
@@ -71,7 +70,7 @@ def bench_one(loaded: Loaded, asked: Asked) -> int:
         told = rundir.io_error(error, Path(tempfile.gettempdir()), doing="making rows")
         told.hint = "free some space there, or set TMPDIR to a folder on another disk"
         raise told from error
-    _write(asked, {**_about("bench"), "versions": versions(), **figures.as_json()})
+    _write(asked, "bench", figures.as_json())
     say(*table(figures))
     return ExitCode.DONE
 
@@ -99,9 +98,7 @@ def bench_scaling(
     batch = f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}"
     figures = [point.as_json(points[0]) for point in points]
     subject = {"family": loaded.family, "preset": loaded.preset, "device": device, "batch": batch, "busy": found}
-    _write(
-        asked, {**_about("bench scaling"), **subject, "steps": asked.steps, "command": words.all, "workers": figures}
-    )
+    _write(asked, "bench scaling", {**subject, "steps": asked.steps, "command": words.all, "workers": figures})
     say(*scaling_table(points, device=device, batch=batch, busy=found))
     if not on_gpu and wanted[-1] > (os.cpu_count() or 1):
         say("There are fewer cores than workers: several share one.")
@@ -134,20 +131,20 @@ def _file(text: str) -> Path:
     return path
 
 
-def _about(kind: str) -> dict[str, Any]:
-    return {
+def _write(asked: Asked, kind: str, figures: Mapping[str, Any]) -> None:
+    """The figures, if they are wanted, and what they were measured with."""
+    if not asked.json:
+        return
+    from lockstep.engine.build import versions  # of torch, too, which is loaded when all is measured
+
+    about = {
         "kind": f"lockstep {kind}",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "lockstep": __version__,
+        "versions": versions(),
         "load": list(os.getloadavg()),
         "cores": os.cpu_count(),
     }
-
-
-def _write(asked: Asked, figures: Mapping[str, Any]) -> None:
-    if not asked.json:
-        return
     try:
-        rundir.write_json(asked.json, figures)
+        rundir.write_json(asked.json, about | dict(figures))
     except OSError as error:
         raise rundir.io_error(error, asked.json, doing="writing the figures") from error
