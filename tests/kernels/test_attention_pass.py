@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lockstep.kernels import attention_pass
-from lockstep.models.attention import causal_block_mask, document_mask, window_mask
+from lockstep.kernels import attention_pass, graph_pass
+from lockstep.models.attention import FLEX_KERNEL, causal_block_mask, document_mask, window_mask
 from tests.kernels.test_products import BF16, FP32, distance
 
 CPU = torch.device("cpu")
@@ -253,3 +253,24 @@ def test_whether_cudnn_has_a_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention_pass, "FORWARD", full)
     with pytest.raises(torch.OutOfMemoryError):  # which says nothing about kernels
         attention_pass.runs(*facts)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler has its own
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_compiler_takes_it(asked: list[Any], monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """Its own graphs, whose parts it then compiles; without a gradient, which flex attention has on a GPU alone."""
+    import torch._inductor.config as inductor
+
+    calls: list[bool] = []
+    monkeypatch.setattr(attention_pass, "FORWARD", lambda *given, **how: calls.append(given[6]) or cudnn(*given, **how))
+    mask = causal_block_mask(LENGTH, CPU) if causal else window_mask(LENGTH, CPU, backend="flex", window=0)
+    tensors, results = given(), list[Tensor]()
+    for passes in (None, graph_pass.GraphPass()):
+        torch.compiler.reset()
+        with inductor.patch(post_grad_custom_post_pass=passes):
+            compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+            results.append(compiled(*tensors, block_mask=mask, enable_gqa=True, kernel_options=FLEX_KERNEL))
+    torch.compiler.reset()
+    assert calls == [causal]
+    assert results[1].stride() == results[0].stride()
+    assert distance(results[1], results[0]) < 4e-3
