@@ -249,6 +249,8 @@ def test_slices_are_resumed(
     assert [checks.passed(name, tree) for name in names] == [True, False]
     assert checks.run_slices(["tests/test_a.py"])
     assert "passed before on this tree" in capsys.readouterr().out
+    assert not checks.run_slices(["tests/test_c.py"])
+    assert "tests/test_c.py: has no long proof; its tests: bash test.sh tests/test_c.py" in capsys.readouterr().out
     (tmp_path / "tests" / "test_b.py").write_text(slow.format("1"), encoding="utf-8")
     assert checks.tree_hash() != tree, "a changed file makes every proof due again"
 
