@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -107,14 +109,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return answers
 
 
+def everyones_mask(*, causal: bool, length: int = LENGTH) -> Any:
+    return causal_block_mask(length, CPU) if causal else window_mask(length, CPU, backend="flex", window=0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
-def test_what_every_token_sees_alike_is_cudnns(asked: list[Any], causal: bool) -> None:
-    mask = causal_block_mask(LENGTH, CPU) if causal else window_mask(LENGTH, CPU, backend="flex", window=0)
-    tensors = given()
-    graph = flex(mask, tensors)
-    before = graph()
+def test_what_every_token_sees_alike_is_cudnns(asked: list[Any], causal: bool, dtype: torch.dtype) -> None:
+    tensors = given(dtype)
+    graph = flex(everyones_mask(causal=causal), tensors)
+    before, node = graph(), graph.node
     assert passed_over(graph) == [causal]
-    assert asked == [(CPU, BF16, (HEADS, LENGTH, WIDTH), KEY_HEADS, causal)]
+    assert asked == [(CPU, dtype, (HEADS, LENGTH, WIDTH), KEY_HEADS, causal)]
+    assert len(node.meta["val"]) == 2
     after = graph()
     for got, wanted, limit in zip(after, before, (4e-3, 1e-6), strict=True):
         assert (got.dtype, got.shape, got.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
@@ -123,6 +130,16 @@ def test_what_every_token_sees_alike_is_cudnns(asked: list[Any], causal: bool) -
     assert distance(other[0], before[0]) > 0.1, "the control: the other mask"
     natural = cudnn(*tensors, None, True, 0.0, causal, False, scale=SCALE)[1].squeeze(-1)
     assert distance(natural, before[1]) > 0.1, "the control: flex attention's are logarithms to the base of two"
+
+
+def test_all_is_as_far_as_a_row_is_long(asked: list[Any]) -> None:
+    assert passed_over(flex(made(just_all), given())) == [False]
+
+
+def test_what_it_is_called_with_tells_what_it_returns(asked: list[Any]) -> None:
+    query, key, value = given()
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(attention_pass.attention, (query, key, value, True, SCALE), test_utils=tests)
 
 
 def test_nothing_of_flex_attention_is_left_behind(asked: list[Any]) -> None:
@@ -160,6 +177,22 @@ def far(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return (query + key).abs() <= 4 * LENGTH
 
 
+def from_nowhere(_row: Tensor, _head: Tensor, query: Tensor, _key: Tensor) -> Tensor:
+    return (query - 9 * LENGTH).abs() <= LENGTH
+
+
+def apart(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (query - key).abs() >= LENGTH
+
+
+def thrice_apart(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return torch.sub(query, key, alpha=3).abs() <= LENGTH
+
+
+def just_all(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (query - key).abs() <= LENGTH - 1
+
+
 def not_apart(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query - key <= LENGTH
 
@@ -177,6 +210,9 @@ def made(mask: Callable[..., Tensor]) -> Any:
         lambda: made(up_to_here_and_near),
         lambda: made(far),
         lambda: made(not_apart),
+        lambda: made(from_nowhere),
+        lambda: made(apart),
+        lambda: made(thrice_apart),
     ],
 )
 def test_other_masks_are_left_alone(asked: list[Any], mask: Callable[[], Any]) -> None:
@@ -188,7 +224,7 @@ def test_other_masks_are_left_alone(asked: list[Any], mask: Callable[[], Any]) -
     ("work", "tensors", "symbolic"),
     [
         ({}, {"dtype": FP32}, False),
-        ({}, {"length": 256}, False),  # rows that nobody measured
+        ({}, {"length": 511}, False),  # rows that nobody measured
         ({"score": capped}, {}, False),
         ({"wanted": 3}, {}, False),  # the greatest scores are wanted as well
         ({}, {}, True),  # of any length
@@ -209,6 +245,38 @@ def test_keys_that_are_longer_or_shared_by_rows_are_left_alone(asked: list[Any])
     query, key, value = given(length=2 * LENGTH)
     wider = create_block_mask(lambda _b, _h, query, key: query >= key, None, None, LENGTH, 2 * LENGTH, device="cpu")
     assert passed_over(flex(wider, [query[:, :, :LENGTH], key, value])) == []
+    assert asked == []
+
+
+def test_keys_and_values_that_differ_are_left_alone(asked: list[Any]) -> None:
+    _, key, value = given()
+    for others in ([key, value[..., :8]], [key, value[:1]], [key[..., :8], value[..., :8]], [key.half(), value]):
+        traced = flex(causal_block_mask(LENGTH, CPU), given())
+        for place, other in enumerate(others, start=1):
+            described: Any = traced.node.args[place]
+            described.meta["val"] = FakeTensorMode().from_tensor(other)
+        assert passed_over(traced) == []
+    assert asked == []
+
+
+def test_a_call_that_the_compiler_does_not_write_is_left_alone(asked: list[Any]) -> None:
+    def changed(how: str) -> Traced:
+        traced = flex(causal_block_mask(LENGTH, CPU), given())
+        node = traced.node
+        if how == "a part by its name":
+            node.args, node.kwargs = node.args[:7], {"score_mod_other_buffers": (), "mask_mod_other_buffers": ()}
+        elif how == "no scale":
+            node.args = (*node.args[:5], None, *node.args[6:])
+        elif how == "too little":
+            node.args = node.args[:5]
+        else:
+            (output,) = traced.module.graph.find_nodes(op="output")
+            output.args = (node,)
+        return traced
+
+    for how in ("a part by its name", "no scale", "too little", "all results at once"):
+        attention_pass.put_in((traced := changed(how)).module.graph)
+        assert traced.node.target is FLEX, how
     assert asked == []
 
 
@@ -241,36 +309,46 @@ def test_whether_cudnn_has_a_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) ->
         return cudnn(*arguments, **named)
 
     monkeypatch.setattr(attention_pass, "FORWARD", trying)
-    with torch._subclasses.FakeTensorMode():  # as in the compiler
+    with FakeTensorMode():  # as in the compiler
         assert attention_pass.runs(*facts)
     query, key = (1, HEADS, LENGTH, WIDTH), (1, KEY_HEADS, LENGTH, WIDTH)
     assert tried == [([query, key, key], True)]
     attention_pass.runs.cache_clear()
+    for fault in (torch.OutOfMemoryError, torch.AcceleratorError):  # which say nothing about kernels
 
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError
+        def failing(*_: Any, fault: Any = fault, **__: Any) -> None:
+            raise fault("a fault of the card")
 
-    monkeypatch.setattr(attention_pass, "FORWARD", full)
-    with pytest.raises(torch.OutOfMemoryError):  # which says nothing about kernels
-        attention_pass.runs(*facts)
+        monkeypatch.setattr(attention_pass, "FORWARD", failing)
+        with pytest.raises(fault):
+            attention_pass.runs(*facts)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler has its own
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_compiler_takes_it(asked: list[Any], monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "taken"),
+    [
+        ("causal", [True]),
+        ("two windows", [False]),  # as the layers of a ModernBERT have them: a width is a number of any size then
+        ("two lengths", [False]),
+    ],
+)
+def test_the_compiler_takes_it(asked: list[Any], monkeypatch: pytest.MonkeyPatch, how: str, taken: list[bool]) -> None:
     """Its own graphs, whose parts it then compiles; without a gradient, which flex attention has on a GPU alone."""
-    import torch._inductor.config as inductor
-
     calls: list[bool] = []
     monkeypatch.setattr(attention_pass, "FORWARD", lambda *given, **how: calls.append(given[6]) or cudnn(*given, **how))
-    mask = causal_block_mask(LENGTH, CPU) if causal else window_mask(LENGTH, CPU, backend="flex", window=0)
-    tensors, results = given(), list[Tensor]()
-    for passes in (None, graph_pass.GraphPass()):
-        torch.compiler.reset()
-        with inductor.patch(post_grad_custom_post_pass=passes):
-            compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-            results.append(compiled(*tensors, block_mask=mask, enable_gqa=True, kernel_options=FLEX_KERNEL))
+    turns = [(given(), everyones_mask(causal=how == "causal"))]
+    if how == "two windows":
+        turns += [(given(), window_mask(LENGTH, CPU, backend="flex", window=window)) for window in (64, 32)]
+    if how == "two lengths":
+        turns += [(given(length=640), everyones_mask(causal=False, length=640))]
     torch.compiler.reset()
-    assert calls == [causal]
-    assert results[1].stride() == results[0].stride()
-    assert distance(results[1], results[0]) < 4e-3
+    with inductor.patch(post_grad_custom_post_pass=graph_pass.GraphPass()):
+        compiled = torch.compile(flex_attention, fullgraph=True)
+        for tensors, mask in turns:
+            got = compiled(*tensors, block_mask=mask, enable_gqa=True, kernel_options=FLEX_KERNEL)
+            wanted = flex_attention(*tensors, block_mask=mask, enable_gqa=True)
+            assert got.stride() == wanted.stride()
+            assert distance(got, wanted) < 6e-3
+    torch.compiler.reset()
+    assert calls == taken

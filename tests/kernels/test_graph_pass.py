@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch._inductor.config as inductor
 from torch.fx import Graph
 
@@ -31,6 +33,16 @@ def test_it_is_one_of_the_compilers_and_has_a_name(
     with inductor.patch(post_grad_custom_post_pass=somebodys):
         graph_pass.install()
         assert inductor.post_grad_custom_post_pass is somebodys
+
+
+def test_its_name_changes_with_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = graph_pass.GraphPass()
+    before = ours.uuid()
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert ours.uuid() != before
+    names = {"products.py", "product_pass.py", "attention_pass.py", "graph_pass.py"}
+    assert {Path(each).name for each in graph_pass.FILES} == names
+    assert all(Path(each).is_file() for each in graph_pass.FILES)
 
 
 def test_it_puts_in_products_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ def is_shortage(error: BaseException) -> bool:
     """Whether an error says that there is no more memory, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(inner := getattr(error, "inner_exception", None), BaseException):  # the compiler tells of another's
+        return is_shortage(inner)
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and OTHER_WORDS.search(str(error)) is not None

@@ -1,8 +1,8 @@
 """Flex attention's forward pass is cuDNN's, where every token sees the same: a pass over the compiler's graphs.
 
 cuDNN's repeats its bits and takes two thirds of the time; its backward pass does not repeat them, and stays flex
-attention's. What a mask means is read from its graph: only those are taken that cuDNN has by a name. Import this only
-where something is compiled: it loads the compiler.
+attention's. What a mask means is read from the graph of its function, by which create_block_mask has chosen its blocks:
+only those are taken that cuDNN has by a name. Import this only where something is compiled: it loads the compiler.
 
 Shapes: B rows, L tokens, H query heads, K key/value heads (H = K * group), E head width.
 """
@@ -10,6 +10,7 @@ Shapes: B rows, L tokens, H query heads, K key/value heads (H = K * group), E he
 from __future__ import annotations
 
 import math
+import operator
 from functools import cache
 from typing import Any
 
@@ -39,11 +40,13 @@ def _(q_BHLE: Tensor, _k: Tensor, _v: Tensor, _causal: bool, _scale: float) -> t
 
 def put_in(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=FLEX):
+        if not _is_as_expected(node):
+            continue
         query, key, value, score, mask, scale = node.args[:6]
         causal = _is_causal(graph, score, mask)
         if causal is None or not _fits(node, causal):
             continue
-        parts = [each for each in (score, mask[-1]) if isinstance(each, Node)]
+        parts = [score, mask[-1]]
         node.target, node.args = torch.ops.lockstep.attention.default, (query, key, value, causal, scale)
         node.meta["val"] = node.meta["val"][:MAXIMA]
         for user in [user for user in node.users if user.args[1] == MAXIMA]:
@@ -53,7 +56,21 @@ def put_in(graph: Graph) -> None:
                 graph.erase_node(part)
 
 
-def _is_causal(graph: Graph, score: Any, mask: Any) -> bool | None:
+def _is_as_expected(node: Node) -> bool:
+    """Whether the compiler has written it down as it does, and each of its results is asked for by its number."""
+    if node.kwargs or len(node.args) < 6:
+        return False
+    _query, _key, _value, score, mask, scale = node.args[:6]
+    return (
+        isinstance(score, Node)
+        and isinstance(mask, tuple)
+        and isinstance(mask[-1], Node)
+        and isinstance(scale, float)
+        and all(user.target is operator.getitem for user in node.users)
+    )
+
+
+def _is_causal(graph: Graph, score: Node, mask: Any) -> bool | None:
     """Whether a token sees those up to itself, or all (False). None: neither, or scores are changed."""
     scored, masked = (getattr(graph.owning_module, str(each.target)).graph for each in (score, mask[-1]))
     first, *_ = scored.find_nodes(op="placeholder")
@@ -61,10 +78,14 @@ def _is_causal(graph: Graph, score: Any, mask: Any) -> bool | None:
         return None
     _row, _head, query, key, *_ = masked.find_nodes(op="placeholder")
     seen = _result(masked)
-    if seen.target is aten.ge.Tensor and seen.args == (query, key):
+    if _is_call(seen, aten.ge.Tensor, query, key):
         return True
-    length = max(mask[:2])
-    return False if _is_distance(seen, query, key) and seen.args[1] >= length - 1 else None
+    distance, most = seen.args if _is_call(seen, aten.le.Scalar, ..., ...) else (None, None)
+    lengths = mask[:2]
+    if not all(isinstance(size, int) for size in (most, *lengths)):  # of any length, or a window of any width
+        return None
+    (difference,) = distance.args if _is_call(distance, aten.abs.default, ...) else (None,)
+    return False if _is_call(difference, aten.sub.Tensor, query, key) and most >= max(lengths) - 1 else None
 
 
 def _result(graph: Graph) -> Any:
@@ -72,14 +93,11 @@ def _result(graph: Graph) -> Any:
     return output.args[0]
 
 
-def _is_distance(seen: Any, query: Node, key: Node) -> bool:
-    """|query - key| <= a number."""
-    if seen.target is not aten.le.Scalar:
+def _is_call(node: Any, target: Any, *given: Any) -> bool:
+    """Whether it is a call with these arguments; `...` may be any."""
+    if not isinstance(node, Node) or node.target is not target or node.kwargs or len(node.args) != len(given):
         return False
-    size = seen.args[0]
-    if size.target is not aten.abs.default:
-        return False
-    return size.args[0].target is aten.sub.Tensor and size.args[0].args == (query, key)
+    return all(wanted is ... or got is wanted for got, wanted in zip(node.args, given, strict=True))
 
 
 def _fits(node: Node, causal: bool) -> bool:
@@ -98,6 +116,8 @@ def _fits(node: Node, causal: bool) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[2] == key.shape[2] >= LEAST_TOKENS
         and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
+        and key.shape == value.shape
         and results[0].stride() == torch.empty_like(query).stride()
         and runs(query.device, query.dtype, tuple(query.shape[1:]), key.shape[1], causal)
     )
@@ -112,7 +132,7 @@ def runs(device: torch.device, dtype: torch.dtype, heads_HLE: tuple[int, ...], k
             query = torch.zeros(1, length, heads, width, device=device, dtype=dtype).transpose(1, 2)
             key = torch.zeros(1, length, key_heads, width, device=device, dtype=dtype).transpose(1, 2)
             attention(query, key, key, causal, width**-0.5)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # says nothing about kernels, and all ranks must compute with the same ones
         except RuntimeError:  # also that there is none for a processor
             return False

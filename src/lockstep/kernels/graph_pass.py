@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import torch._inductor.config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
@@ -17,14 +18,15 @@ FILES = tuple(str(Path(each)) for each in (products.__file__, product_pass.__fil
 
 
 class GraphPass(CustomGraphPass):
-    """Puts them in; what it does follows from its own text, by which the compiler's cache knows it."""
+    """Puts them in; what it does follows from its own text and cuDNN's, by which the compiler's cache knows it."""
 
     def __call__(self, graph: Graph) -> None:
         product_pass.put_in(graph)
         attention_pass.put_in(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(FILES, extra=f"{products.LEAST_FLOPS} {attention_pass.LEAST_TOKENS}")
+        decide = products.LEAST_FLOPS, attention_pass.LEAST_TOKENS, torch.backends.cudnn.version()
+        return get_hash_for_files(FILES, extra=" ".join(map(str, decide)))
 
 
 def install() -> None:

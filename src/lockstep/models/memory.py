@@ -139,17 +139,18 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
     whole = head_tokens <= chunk
     table = 0 if lora.rank else max(4, item) * shape.vocab_size * shape.hidden_size // sharing.shards
     after_table = 0 if getattr(shape, "tied", True) else table  # the gradient of an output matrix is the first one
+    gathered = _gathered_bytes(shape, lora, dtype_name, sharing)  # embedding and head from the first to the last
     return Memory(
         weights=weights,
         gradients=gradients,
         moments=moments,
-        copies=_cast_bytes(shape, lora, item, recast) + _gathered_bytes(shape, lora, dtype_name, sharing),
+        copies=_cast_bytes(shape, lora, item, recast) + gathered,
         activations=kept + 3 * residual,
         head=min(head_tokens, chunk) * shape.vocab_size * _logit_bytes(item, whole=whole)
         + _float8_head_bytes(shape, lora, dtype_name, min(head_tokens, chunk), whole),
         block=layer,
         awaited=0 if sharing.standing_gradients else max(0, gradients - table),
-        last=3 * residual + max(0, 2 * layer - after_table),
+        last=gathered + 3 * residual + max(0, 2 * layer - after_table),
     )
 
 
