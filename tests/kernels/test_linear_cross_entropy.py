@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -336,3 +340,38 @@ def test_only_the_gradients_that_are_needed_are_computed(needs: str, monkeypatch
     total.backward()
     for name, tensor in tensors.items():
         assert (tensor.grad is not None) is (name in needs.split())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("float8", [False, True])
+def test_the_logits_of_a_chunk_are_gone_before_the_next_come(
+    float8: bool, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They, and their gradient, which on a GPU lies in their memory: two gigabytes or more."""
+    from lockstep.kernels import float8_head
+    from lockstep.kernels import linear_cross_entropy as kernel
+
+    made: list[weakref.ref[Any]] = []
+    logits_of, rows, taken = kernel.logits_of, kernel._rows, float8_head.taken
+
+    def watched(*given: Any) -> Tensor:
+        assert [each for each in made if each() is not None] == []
+        logits = logits_of(*given)
+        made.append(weakref.ref(logits))
+        return logits
+
+    def noted(result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        if result[1] is not None:
+            made.append(weakref.ref(result[1] if isinstance(result[1], Tensor) else result[1].by_tokens[0]))
+        return result
+
+    for module in (kernel, float8_head):
+        monkeypatch.setattr(module, "logits_of", watched)
+    monkeypatch.setattr(kernel, "_rows", lambda *given, **how: noted(rows(*given, **how)))
+    monkeypatch.setattr(float8_head, "taken", lambda *given: noted(taken(*given)))
+    torch.manual_seed(0)
+    x, weight = (torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in ((64, 32), (48, 32)))
+    with torch.set_grad_enabled(trains):
+        total = linear_cross_entropy(x, weight, torch.randint(48, (64,)), chunk_tokens=16, float8=float8)
+    assert math.isfinite(total.detach())
+    assert len(made) == (8 if trains else 4)

@@ -193,6 +193,7 @@ def _chunked_sum(
         x_CD, scale_C = x_low_ND[rows], scale_N[rows]
         logits_CV = logits_of(x_CD, weight_low_VD, bias_low_V)
         losses_C, delta_CV = take_rows(logits_CV, targets_N[rows], scale_C, peak, wants_gradient=any(wanted))
+        del logits_CV  # two gigabytes, or more, that the next chunk needs; a gradient may lie in them
         total += losses_C.sum()
         if delta_CV is None:
             continue
@@ -204,7 +205,7 @@ def _chunked_sum(
             grad_x_ND[rows] = grad_x_CD if peak is None else grad_x_CD * peak
         if wanted[1]:
             grad_weight_VD = products.multiply(delta_CV.T, x_CD, result=wide, total=grad_weight_VD)
-        del logits_CV, delta_CV  # two gigabytes, or more, that the next chunk needs
+        del delta_CV
     if grad_weight_VD is not None:
         grad_weight_VD = _times(grad_weight_VD, peak).to(weight_VD.dtype)
     if grad_bias_V is not None and bias_V is not None:
