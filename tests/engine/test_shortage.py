@@ -189,6 +189,14 @@ def test_what_is_a_shortage(error: BaseException, is_one: bool) -> None:
     assert shortage.is_shortage(error) is is_one
 
 
+@pytest.mark.parametrize(("inner", "is_one"), [(torch.OutOfMemoryError("full"), True), (RuntimeError("bad"), False)])
+def test_the_compiler_hides_no_shortage(inner: Exception, is_one: bool) -> None:
+    """It tries kernels, which take memory, and tells of what went wrong in an error of its own."""
+    from torch._inductor.exc import InductorError
+
+    assert shortage.is_shortage(InductorError(inner, None)) is is_one
+
+
 def test_the_numbers_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 8: what others have taken of the card cannot be had."""
     asked = work("llama", "production")
