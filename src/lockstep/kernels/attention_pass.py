@@ -63,7 +63,7 @@ def _is_as_expected(node: Node) -> bool:
     _query, _key, _value, score, mask, scale = node.args[:6]
     return (
         isinstance(score, Node)
-        and isinstance(mask, tuple)
+        and isinstance(mask, tuple | list)
         and isinstance(mask[-1], Node)
         and isinstance(scale, float)
         and all(user.target is operator.getitem for user in node.users)
@@ -80,12 +80,19 @@ def _is_causal(graph: Graph, score: Node, mask: Any) -> bool | None:
     seen = _result(masked)
     if _is_call(seen, aten.ge.Tensor, query, key):
         return True
-    distance, most = seen.args if _is_call(seen, aten.le.Scalar, ..., ...) else (None, None)
-    lengths = mask[:2]
+    most, *lengths = _distance(seen, query, key), *mask[:2]
     if not all(isinstance(size, int) for size in (most, *lengths)):  # of any length, or a window of any width
         return None
-    (difference,) = distance.args if _is_call(distance, aten.abs.default, ...) else (None,)
-    return False if _is_call(difference, aten.sub.Tensor, query, key) and most >= max(lengths) - 1 else None
+    return False if most >= max(lengths) - 1 else None
+
+
+def _distance(seen: Any, query: Node, key: Node) -> Any:
+    """What |query - key| is at most; None: that is not what it says."""
+    if not _is_call(seen, aten.le.Scalar, ..., ...):
+        return None
+    size, most = seen.args
+    is_one = _is_call(size, aten.abs.default, ...) and _is_call(size.args[0], aten.sub.Tensor, query, key)
+    return most if is_one else None
 
 
 def _result(graph: Graph) -> Any:
