@@ -65,7 +65,7 @@ def _run(words: list[str]) -> int:
 def _is_second(verb: str, word: str) -> bool:
     """Whether this command is one of two words, or is meant to be: what does not exist is refused by its whole name."""
     seconds = [known.removeprefix(f"{verb} ") for known in VERBS if known.startswith(f"{verb} ")]
-    return word in seconds or nearest(word, seconds) != ""
+    return word in seconds or nearest(word, seconds, cutoff=0.8) != ""
 
 
 def usage(start: str = "") -> str:

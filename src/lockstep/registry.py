@@ -31,9 +31,9 @@ def load(folder: str, name: str, attribute: str) -> Any:
         raise ConfigError(f"cannot load {name!r} for {folder}: {error}") from error
 
 
-def nearest(word: str, known: list[str]) -> str:
+def nearest(word: str, known: list[str], *, cutoff: float = 0.5) -> str:
     """The known word most like this one, or ''."""
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return found[0] if found else ""
 
 

@@ -143,6 +143,8 @@ def test_a_busy_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("bench", "llama", "tiny", "--steps", "0"), 2, "expected a whole number from 1 to 1,000,000, got '0'"),
         (("bench", "scaling", "llama", "tiny", "--steps", "2000000000"), 2, "from 1 to 1,000,000"),
         (("bench", "scalin", "llama", "tiny"), 2, "no command 'bench scalin'\n  try: did you mean 'bench scaling'?"),
+        (("bench", "train", "tiny"), 2, "unknown family 'train'"),
+        (("bench", "--sampling", "llama"), 2, "no such flag of lockstep bench"),
         (("bench", "lama", "tiny"), 2, "unknown family 'lama'\n  try: did you mean 'llama'?"),
         (("bench", "llama", "tiny", "--json", "/no/such/folder/f.json"), 73, "a folder that is not there"),
         (("bench", "llama", "tiny", "--json", "-"), 73, "the sign for a stream"),

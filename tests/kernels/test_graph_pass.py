@@ -38,7 +38,7 @@ def test_it_is_one_of_the_compilers_and_has_a_name(
 def test_its_name_changes_with_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = graph_pass.GraphPass()
     before = ours.uuid()
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: -1)  # none that there is
     assert ours.uuid() != before
     names = {"products.py", "product_pass.py", "attention_pass.py", "graph_pass.py"}
     assert {Path(each).name for each in graph_pass.FILES} == names

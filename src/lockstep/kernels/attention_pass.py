@@ -4,6 +4,10 @@ cuDNN's repeats its bits and takes two thirds of the time; its backward pass doe
 attention's. What a mask means is read from the graph of its function, by which create_block_mask has chosen its blocks:
 only those are taken that cuDNN has by a name. Import this only where something is compiled: it loads the compiler.
 
+Sizes that the compiler takes for variable are left alone, which are those that differed once. So that the same step has
+the same kernels in every process, what is compiled with gradients has the same sizes in all steps of a run (rows that
+were cut are not compiled), and validation is compiled for the sizes of each batch.
+
 Shapes: B rows, L tokens, H query heads, K key/value heads (H = K * group), E head width.
 """
 
