@@ -2,7 +2,7 @@
 
 cuDNN's repeats its bits and takes two thirds of the time; its backward pass does not repeat them, and stays flex
 attention's. What a mask means is read from the graph of its function, by which create_block_mask has chosen its blocks:
-only those are taken that cuDNN has by a name.
+only two are taken, `query >= key` and `query >= 0`, as LLaMA and LLaDA have them.
 
 Sizes that the compiler takes for variable are left alone, which are those that differed once. So that the same step has
 the same kernels in every process, what is compiled with gradients has the same sizes in all steps of a run (rows that
@@ -84,19 +84,7 @@ def _is_causal(graph: Graph, score: Node, mask: Any) -> bool | None:
     seen = _result(masked)
     if _is_call(seen, aten.ge.Tensor, query, key):
         return True
-    most, *lengths = _distance(seen, query, key), *mask[:2]
-    if not all(isinstance(size, int) for size in (most, *lengths)):  # of any length, or a window of any width
-        return None
-    return False if most >= max(lengths) - 1 else None
-
-
-def _distance(seen: Any, query: Node, key: Node) -> Any:
-    """What |query - key| is at most; None: that is not what it says."""
-    if not _is_call(seen, aten.le.Scalar, ..., ...):
-        return None
-    size, most = seen.args
-    is_one = _is_call(size, aten.abs.default, ...) and _is_call(size.args[0], aten.sub.Tensor, query, key)
-    return most if is_one else None
+    return False if _is_call(seen, aten.ge.Scalar, query, 0) else None
 
 
 def _result(graph: Graph) -> Any:
@@ -105,10 +93,8 @@ def _result(graph: Graph) -> Any:
 
 
 def _is_call(node: Any, target: Any, *given: Any) -> bool:
-    """Whether it is a call with these arguments; `...` may be any."""
-    if not isinstance(node, Node) or node.target is not target or node.kwargs or len(node.args) != len(given):
-        return False
-    return all(wanted is ... or got is wanted for got, wanted in zip(node.args, given, strict=True))
+    """Whether it is a call with these arguments."""
+    return isinstance(node, Node) and node.target is target and not node.kwargs and node.args == given
 
 
 def _fits(node: Node, causal: bool) -> bool:

@@ -244,12 +244,25 @@ def _compiled_flex() -> Any:
 
 @functools.lru_cache(maxsize=8)
 def causal_block_mask(length: int, device: torch.device) -> Any:
-    """Which blocks of the score matrix flex attention visits; made once per length, outside any compiled block."""
+    """Which blocks of the score matrix flex attention visits; made once per length, outside any compiled block.
+
+    As it is written `kernels.attention_pass` knows it.
+    """
 
     def causal(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
     return create_block_mask(causal, None, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)
+
+
+@functools.lru_cache(maxsize=8)
+def everyones_block_mask(length: int, device: torch.device) -> Any:
+    """The same where every token sees all; written so that `kernels.attention_pass` knows it."""
+
+    def everyone(_b: Tensor, _h: Tensor, query: Tensor, _key: Tensor) -> Tensor:
+        return query >= 0
+
+    return create_block_mask(everyone, None, None, length, length, device=device, BLOCK_SIZE=FLEX_BLOCK)
 
 
 @functools.lru_cache(maxsize=8)

@@ -22,7 +22,7 @@ from lockstep.kernels.linear_cross_entropy import (
     score_next_tokens,
     score_targets,
 )
-from lockstep.models.attention import causal_block_mask, document_mask, window_mask
+from lockstep.models.attention import causal_block_mask, document_mask, everyones_block_mask
 from lockstep.models.embedding import as_residual, check_ids, table
 from lockstep.models.layers import Block, RMSNorm, rope_frequencies, rope_tables
 from lockstep.models.shapes import LlamaShape, chunk_tokens
@@ -110,7 +110,7 @@ class Llama(nn.Module):
         if documents_BL is not None:
             mask = document_mask(documents_BL, backend=self.attention, causal=causal)
         elif self.attention == "flex" and wants_grad and not causal:
-            mask = window_mask(length, x_BLD.device, backend="flex", window=0)
+            mask = everyones_block_mask(length, x_BLD.device)
         elif self.attention == "flex" and wants_grad:
             mask = causal_block_mask(length, x_BLD.device)
         for block in self.layers:
