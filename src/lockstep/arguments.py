@@ -209,12 +209,12 @@ def without(words: Sequence[str], *flags: str) -> list[str]:
     return kept
 
 
-def whole(low: int, high: int = 10**18 - 1) -> Callable[[str], int]:
-    """An argument that is a whole number of at least `low`, and of at most `high`."""
-    bounds = f"of at least {low}" if high >= 10**18 - 1 else f"from {low:,} to {high:,}"
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """An argument that is a whole number of at least `low`, and of at most `high` if there is one."""
+    bounds = f"of at least {low}" if high is None else f"from {low:,} to {high:,}"
 
     def read(text: str) -> int:
-        if not text.removeprefix("-").isdecimal() or len(text) > 18 or not low <= int(text) <= high:
+        if not text.removeprefix("-").isdecimal() or len(text) > 18 or not low <= int(text) <= (high or int(text)):
             raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text[:40]!r}")
         return int(text)
 

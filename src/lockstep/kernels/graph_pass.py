@@ -5,8 +5,6 @@ Import this only where something is compiled: it loads the compiler.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch._inductor.config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -14,7 +12,7 @@ from torch.fx import Graph
 
 from lockstep.kernels import attention_pass, product_pass, products
 
-FILES = tuple(str(Path(each)) for each in (products.__file__, product_pass.__file__, attention_pass.__file__, __file__))
+FILES = (products.__file__, product_pass.__file__, attention_pass.__file__, __file__)
 
 
 class GraphPass(CustomGraphPass):
