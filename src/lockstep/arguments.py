@@ -214,7 +214,11 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
     bounds = f"of at least {low}" if high is None else f"from {low:,} to {high:,}"
 
     def read(text: str) -> int:
-        if not text.removeprefix("-").isdecimal() or len(text) > 18 or not low <= int(text) <= (high or int(text)):
+        if (
+            not text.removeprefix("-").isdecimal()
+            or len(text) > 18
+            or not low <= int(text) <= (int(text) if high is None else high)
+        ):
             raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text[:40]!r}")
         return int(text)
 

@@ -66,8 +66,7 @@ def test_the_micro_batch_that_is_found_is_the_largest_that_fits(
     card = torch.cuda.get_device_properties(CUDA).total_memory
     peak = float(re.findall(r"peak ([\d.]+) of ([\d.]+) GiB", line)[0][0]) * 2**30
     (room,) = rooms
-    assert room <= micro_batch.ROOM * card
-    assert peak <= micro_batch.ROOM * card
+    assert peak - 0.05 * 2**30 <= room < micro_batch.ROOM * card  # as it is printed
     larger = next((size for size in divisors(240) if size > training.batch_size), 0)
     if larger:  # the truth: the next one is too much, by an error or by our limit
         needed = Attempts(places[0])(larger)

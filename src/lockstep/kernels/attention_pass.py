@@ -2,7 +2,7 @@
 
 cuDNN's repeats its bits and takes two thirds of the time; its backward pass does not repeat them, and stays flex
 attention's. What a mask means is read from the graph of its function, by which create_block_mask has chosen its blocks:
-only two are taken, `query >= key` and `query >= 0`, as LLaMA and LLaDA have them.
+only two are taken, `query >= key` of LLaMA and agents, and `query >= 0` of LLaDA.
 
 Sizes that the compiler takes for variable are left alone, which are those that differed once. So that the same step has
 the same kernels in every process, what is compiled with gradients has the same sizes in all steps of a run (rows that
