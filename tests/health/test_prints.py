@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from lockstep.health.fingerprint import digest_tensor, digest_tensors
 from lockstep.health.prints import Prints, as_hex, digests
 from lockstep.health.records import Stamp, chain_of, first_tensor
 from lockstep.health.vote import vote
-from tests.health import fake_triton
+from tests import interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool,
           torch.float8_e4m3fn)  # fmt: skip
@@ -47,26 +45,20 @@ def test_tensors_of_equal_length_in_one_go_have_the_digests_of_each_alone(monkey
 
 @pytest.mark.parametrize("rounds", [2, 16])
 def test_every_line_of_the_kernel_gives_the_plain_digest(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
-    """Triton itself runs on the GPU only (tests/gpu/test_cuda_prints.py); here numpy runs the kernel's own code."""
-    for name, module in fake_triton.make().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "lockstep.kernels.digest", raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-    from lockstep.kernels import digest as kernel
-
-    monkeypatch.setattr(kernel, "ROUNDS", rounds)
-    monkeypatch.setattr(kernel, "BLOCK", 64)
-    for dtype in DTYPES:
-        for length in LENGTHS:
-            tensors = [some(length, dtype, seed=seed) for seed in range(5)]
-            bits = [tensor.view(fingerprint.INTEGERS[tensor.element_size()]) for tensor in tensors]
-            sums = torch.zeros(5, 2, dtype=torch.int64)
-            fingerprint._add_by_kernel(bits, list(sums.unbind()))
-            assert sums.tolist() == plain(tensors), (dtype, length)
-    far, sums = some(200), torch.zeros(2, dtype=torch.int64)
-    kernel.add_digests([far.view(torch.int32)], [sums], offset=(1 << 33) + 5)
-    assert sums.tolist() == digest_tensor(far, (1 << 33) + 5).tolist() != digest_tensor(far).tolist()
-    monkeypatch.delitem(sys.modules, "lockstep.kernels.digest")
+    """By Triton's interpreter; the compiled kernel is in tests/gpu/test_cuda_prints.py."""
+    with interpreted.module(monkeypatch, "digest") as kernel:
+        monkeypatch.setattr(kernel, "ROUNDS", rounds)
+        monkeypatch.setattr(kernel, "BLOCK", 64)
+        for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float64):  # of each width one
+            for length in LENGTHS:
+                tensors = [some(length, dtype, seed=seed) for seed in range(5)]
+                bits = [tensor.view(fingerprint.INTEGERS[tensor.element_size()]) for tensor in tensors]
+                sums = torch.zeros(5, 2, dtype=torch.int64)
+                fingerprint._add_by_kernel(bits, list(sums.unbind()))
+                assert sums.tolist() == plain(tensors), (dtype, length)
+        far, sums = some(200), torch.zeros(2, dtype=torch.int64)
+        kernel.add_digests([far.view(torch.int32)], [sums], offset=(1 << 33) + 5)
+        assert sums.tolist() == digest_tensor(far, (1 << 33) + 5).tolist() != digest_tensor(far).tolist()
 
 
 def model() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

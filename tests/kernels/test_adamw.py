@@ -1,4 +1,4 @@
-"""Every line of the kernel for large tensors, run by numpy beside torch's; Triton itself: tests/gpu."""
+"""The kernel for large tensors beside torch's, by Triton's interpreter; compiled: tests/gpu/test_cuda_kernels.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lockstep.engine import compact
 from lockstep.engine.compact import make_optimizer
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
-from tests.health import fake_triton
+from tests import interpreted
 
 CPU, LARGE = torch.device("cpu"), 100
 
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with fake_triton.module(monkeypatch, "adamw") as module:
+    with interpreted.module(monkeypatch, "adamw") as module:
         monkeypatch.setattr(
             module, "is_for", lambda *row, least=LARGE: row[0].numel() >= least and row[2].is_floating_point()
         )
@@ -142,6 +142,6 @@ def test_bytes_stay_with_the_rows(kernel: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_the_kernel_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_triton.module(monkeypatch, "adamw") as fresh:
+    with interpreted.module(monkeypatch, "adamw") as fresh:
         row = [torch.empty(fresh.LARGE, device="meta") for _ in range(4)]
         assert not fresh.is_for(*row), "there is no GPU"

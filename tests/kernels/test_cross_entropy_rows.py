@@ -1,4 +1,4 @@
-"""Every line of the kernel for rows of logits, run by numpy; Triton itself: tests/gpu/test_cuda_kernels.py."""
+"""The kernel for rows of logits by Triton's interpreter; compiled: tests/gpu/test_cuda_kernels.py."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch.nn import functional as F
 
 from lockstep.kernels import linear_cross_entropy as head
 from lockstep.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy
-from tests.health import fake_triton
+from tests import interpreted
 
 BLOCK = 16
+ROUNDED = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of what is computed in chunks, at most
 
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(head, "has_kernel", lambda _x: True)
-    with fake_triton.module(monkeypatch, "cross_entropy_rows") as module:
+    with interpreted.module(monkeypatch, "cross_entropy_rows") as module:
         monkeypatch.setattr(module, "BLOCK", BLOCK)
         monkeypatch.setattr(module, "SHORT_BLOCK", BLOCK // 2)
         yield module
@@ -86,7 +87,7 @@ def test_what_is_not_finite_stays_so(kernel: Any, bad: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 23])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", list(ROUNDED))
 def test_the_head_with_it_computes_what_it_does_without(
     monkeypatch: pytest.MonkeyPatch, tokens: int, dtype: torch.dtype
 ) -> None:
@@ -107,7 +108,7 @@ def test_the_head_with_it_computes_what_it_does_without(
     monkeypatch.setattr(head, "has_kernel", lambda _x: False)
     for got, wanted in zip(found, computed(), strict=True):
         assert got.dtype == wanted.dtype
-        torch.testing.assert_close(got, wanted, rtol=1e-2 if dtype == torch.float16 else 1e-4, atol=1e-3)
+        assert (got.double() - wanted.double()).norm() <= ROUNDED[dtype] * wanted.double().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

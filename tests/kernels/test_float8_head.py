@@ -1,4 +1,4 @@
-"""Gradients of the output matrix in float8, on the CPU: by plain operations, and every line of the kernels by numpy."""
+"""Gradients of the output matrix in float8, on the CPU: by plain operations; the kernels by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lockstep.kernels import float8_head
 from lockstep.kernels import linear_cross_entropy as head
-from lockstep.kernels.linear_cross_entropy import IGNORE, logits_of
+from lockstep.kernels.linear_cross_entropy import IGNORE
 from lockstep.models import llama
 from lockstep.models.build import build
 from lockstep.models.options import LlamaOptions
 from lockstep.models.shapes import resolve
+from tests import interpreted
 from tests.float8_head_reference import FACTOR, check_gradients, exactly, gradients, head_case
 from tests.float8_reference import error
-from tests.health import fake_triton
 
 SIZES = [(16, 16, 16), (37, 64, 96), (200, 32, 304)]  # N, D, V
 
@@ -44,15 +44,12 @@ def test_matrices_that_do_not_lie_by_rows(foretold: float, monkeypatch: pytest.M
     across = [each.detach().t().contiguous().t().requires_grad_() for each in (x, weight)]
     apart = torch.stack([targets, targets], dim=1)[:, 0]
     with (
-        fake_triton.module(monkeypatch, "float8_tiles"),
-        fake_triton.module(monkeypatch, "cross_entropy_rows"),
+        interpreted.module(monkeypatch, "float8_tiles"),
+        interpreted.module(monkeypatch, "cross_entropy_rows"),
         monkeypatch.context() as patch,
     ):
         for module in (head, float8_head):
             patch.setattr(module, "has_kernel", lambda _x: True)
-        turned = float8_head.turned
-        patch.setattr(float8_head, "logits_of", lambda *given: logits_of(*given).float())  # numpy has no bf16
-        patch.setattr(float8_head, "turned", lambda x, *times: turned(x.float(), *times))
         found = gradients((across[0], across[1], apart, weights), chunk=32, foretold=foretold)
     for one, other in zip(found, expected, strict=True):
         assert error(one, other.double()) < 0.005
@@ -206,8 +203,8 @@ def test_the_kernels_write_what_plain_operations_do(rows: int, columns: int, mon
     losses, (by_tokens, by_words) = float8_head.taken(logits.clone(), targets, scales)
     known = targets != IGNORE  # the others are of no weight, whatever they are
     with (
-        fake_triton.module(monkeypatch, "float8_tiles") as tiles,
-        fake_triton.module(monkeypatch, "cross_entropy_rows") as rows_kernel,
+        interpreted.module(monkeypatch, "float8_tiles") as tiles,
+        interpreted.module(monkeypatch, "cross_entropy_rows") as rows_kernel,
     ):
         monkeypatch.setattr(tiles, "ROWS", 16)
         monkeypatch.setattr(tiles, "COLUMNS", 8)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton  # comes with torch for CUDA
+import triton.language as tl
 from torch import Tensor
 
 LARGE = 1 << 20  # elements: below, one launch for many tensors is quicker than one each

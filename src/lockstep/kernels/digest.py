@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton  # comes with torch for CUDA
+import triton.language as tl
 from torch import Tensor
 
 TOGETHER = 4  # tensors of one launch

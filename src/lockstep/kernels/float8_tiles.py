@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton  # pyright: ignore[reportMissingImports] - comes with torch for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton  # comes with torch for CUDA
+import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, WARPS = 32, 64, 4  # of a tile; the quickest of 16 that were tried on an H200
@@ -90,4 +90,4 @@ def turn(matrix: Tensor, factor: Tensor) -> Tensor:
 
 
 def _tiles(rows: int, columns: int) -> tuple[int]:
-    return (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
+    return (-(-rows // ROWS) * -(-columns // COLUMNS),)
