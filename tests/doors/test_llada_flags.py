@@ -57,7 +57,7 @@ def test_the_documented_defaults(gpus: Callable[[int], None]) -> None:
     assert (plain.model.model_path, plain.model.init) == ("GSAI-ML/LLaDA-8B-Instruct", "pretrained")
     assert (training.batch_size, training.grad_accum_nums, training.epochs, training.learning_rate) == (1, 1, 5, 1e-5)
     assert (training.weight_decay, training.max_grad_norm) == (0.01, 1.0)
-    assert (training.schedule, training.warmup_ratio, training.min_lr_ratio) == ("cosine", 0.1, 0.0)
+    assert (training.schedule, training.warmup_ratio, training.min_lr_ratio) == ("one_cycle", 0.1, 4e-6)
     assert (training.context_length, plain.data.documents) == (LENGTH, "joined"), "as metadata.json says"
 
 

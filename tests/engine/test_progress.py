@@ -52,7 +52,15 @@ def test_a_single_lucky_step_is_not_an_improvement() -> None:
     assert progress.stale_steps == 1
 
 
+def test_the_best_validation_is_the_lowest_that_was_a_number() -> None:
+    progress = Progress()
+    for loss in (None, 2.0, None, 1.5, 3.0):
+        progress.note_validation(loss)
+    assert progress.best_val_loss == 1.5
+
+
 def test_round_trip() -> None:
     progress = Progress()
+    progress.note_validation(2.5)
     progress.note(2.0, 7, overflow=False, min_delta=0.0)
     assert Progress.from_state_dict(progress.state_dict()) == progress

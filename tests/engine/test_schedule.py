@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from lockstep.engine.options import TrainingOptions
 from lockstep.engine.schedule import learning_rates
@@ -31,3 +32,25 @@ def test_other_shapes(schedule: str, middle: float) -> None:
 
 def test_no_warm_up_starts_at_the_peak() -> None:
     assert learning_rates(TrainingOptions(learning_rate=1e-5))[0].item() == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(50, 5), (5000, 500), (100, 2), (100, 99)])
+def test_one_cycle_is_torchs(steps: int, warmup: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-5, total_steps=steps, pct_start=warmup / steps)
+    expected = [theirs.get_last_lr()[0]]
+    for _ in range(steps - 1):
+        optimizer.step()
+        theirs.step()
+        expected.append(theirs.get_last_lr()[0])
+    settings = {"max_steps": steps, "warmup_steps": warmup, "learning_rate": 1e-5, "min_lr_ratio": 4e-6}
+    ours = learning_rates(TrainingOptions.model_validate({**settings, "schedule": "one_cycle"})).tolist()
+    assert ours == pytest.approx(expected, rel=1e-5, abs=1e-14)
+    assert learning_rates(TrainingOptions.model_validate(settings)).tolist() != pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (2, 2), (10, 0), (10, 10)])
+def test_one_cycle_of_few_steps_has_its_peak(steps: int, warmup: int) -> None:
+    settings = {"max_steps": steps, "warmup_steps": warmup, "learning_rate": 1.0, "schedule": "one_cycle"}
+    rates = learning_rates(TrainingOptions.model_validate(settings)).tolist()
+    assert max(rates) == rates[max(0, warmup - 1)] == 1.0

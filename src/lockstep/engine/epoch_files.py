@@ -76,9 +76,7 @@ def wanted(parts: Parts, val_losses: Losses) -> bool:
     """Of the best epoch so far, of every fifth, and of the last."""
     *before, last = val_losses
     best = last is not None and all(loss is None or last < loss for loss in before)
-    patience = parts.config.training.patience
-    over = parts.is_over(parts.progress.step) or 0 < patience <= parts.progress.stale_steps
-    return best or over or len(val_losses) % EVERY == 0
+    return best or parts.has_ended or len(val_losses) % EVERY == 0
 
 
 def is_there(path: Path, told: Mapping[str, Any]) -> bool:

@@ -50,7 +50,7 @@ def run(parts: Parts) -> None:
     """Train from parts.progress.step to the end, or until told to stop."""
     flying: Launched | None = None
     begin = parts.progress.step
-    if parts.is_over(begin):
+    if parts.has_ended:
         return
     reopen(parts)
     clock = Clock()
@@ -126,8 +126,7 @@ def must_look(parts: Parts, step: int) -> bool:
 def attend(parts: Parts, step: int) -> bool:
     """What is due after a settled step: validation, saving, stopping. True when training is over."""
     options, done = parts.config.training, step + 1
-    stale = 0 < options.patience <= parts.progress.stale_steps
-    over = parts.is_over(done) or stale
+    over = parts.is_over(done) or parts.is_stale
     milestone = over or parts.ends_epoch(done)
     if parts.has_saved():
         land(parts)
@@ -144,7 +143,7 @@ def attend(parts: Parts, step: int) -> bool:
         save(parts, name, aside=not over and not parts.stopping)
     if milestone:
         write_results(parts)
-    if stale:
+    if parts.is_stale:
         logger.info(
             "Early stopping triggered: smoothed loss %.4f has not improved by %g for %d steps",
             parts.progress.smoothed_loss, options.min_delta, parts.progress.stale_steps,

@@ -26,6 +26,7 @@ def validate(parts: Parts) -> None:
     parts.tell("evaluating", step=parts.progress.step)
     parts.measures = evaluate(parts.stepper, parts.validation)
     parts.val_loss = parts.measures["loss"]
+    parts.progress.note_validation(parts.known_val_loss)
     step = parts.progress.step
     parts.tell("eval", step=step, **{f"val_{name}": value for name, value in parts.measures.items()})
     suspect = getattr(parts.stepper.objective, "suspicion", None)

@@ -67,7 +67,10 @@ class TrainingOptions(Section, frozen=True):
     warmup_steps: int = setting(
         0, "Steps of linear warm-up; an inherited value is clamped to max_steps.", unit="steps", ge=0, le=1 << 40
     )
-    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "Shape of the decay after the warm-up.")
+    schedule: Literal["cosine", "linear", "constant", "one_cycle"] = setting(
+        "cosine",
+        "Shape of the decay after the warm-up. one_cycle: a cosine, and one up from a 25th of the peak before.",
+    )
     min_lr_ratio: float = setting(0.1, "Last learning rate as a share of the peak.", ge=0, le=1)
     weight_decay: float = setting(0.0, "AdamW decay; never on norms, embeddings and 1-D tensors.", ge=0, le=100)
     adam_beta1: float = setting(0.9, "AdamW beta 1.", ge=0, lt=1)

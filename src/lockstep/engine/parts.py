@@ -129,6 +129,16 @@ class Parts:
             return True
         return self.epochs.is_over(done) if self.epochs else done >= self.config.training.max_steps
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the loss has not improved for as long as the user would wait: such a run has ended early."""
+        return 0 < self.config.training.patience <= self.progress.stale_steps
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is over where it stands: one that goes on from there has nothing left to do."""
+        return self.is_over(self.progress.step) or self.is_stale
+
     def ends_epoch(self, done: int) -> bool:
         """Whether an epoch ends with step number `done`; never where nobody counts in epochs."""
         return self.epochs is not None and self.epochs.ends(done)

@@ -168,9 +168,9 @@ def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:
 
 
 def best_val_loss(parts: Parts) -> float | None:
-    """Of all epochs that have ended; of a run that counts in steps only, the last."""
-    known = [loss for loss in parts.progress.val_losses if loss is not None]
-    return min(known, default=parts.known_val_loss)
+    """Of all validations, and of epochs that another program has trained."""
+    known = [loss for loss in (*parts.progress.val_losses, parts.progress.best_val_loss) if loss is not None]
+    return min(known, default=None)
 
 
 def settings(loaded: Loaded) -> str:

@@ -23,6 +23,7 @@ class Progress:
     epoch_targets: int = 0
     train_losses: list[float | None] = field(default_factory=list[float | None])  # of each epoch that has ended
     val_losses: list[float | None] = field(default_factory=list[float | None])
+    best_val_loss: float | None = None  # of all validations, also within epochs
 
     def note(self, loss: float, tokens: int, *, overflow: bool, min_delta: float, targets: int = 1) -> None:
         """Take one finished step into account. Where nothing was to be predicted, its loss of 0 says nothing."""
@@ -55,6 +56,11 @@ class Progress:
     def mean_loss(self) -> float | None:
         """Over the targets since the last epoch ended."""
         return self.epoch_loss / self.epoch_targets if self.epoch_targets else None
+
+    def note_validation(self, loss: float | None) -> None:
+        """None: it was no number."""
+        known = [each for each in (loss, self.best_val_loss) if each is not None]
+        self.best_val_loss = min(known, default=None)
 
     def begin_epoch(self) -> None:
         self.epoch_loss, self.epoch_targets = 0.0, 0

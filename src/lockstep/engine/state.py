@@ -111,7 +111,8 @@ def _check_counts(state: State) -> Progress:
         counts = (progress.step, progress.tokens, progress.skipped, progress.overflow_run, progress.stale_steps)
         counts += (progress.epoch_targets,)
         whole = all(isinstance(count, int) and count >= 0 for count in (*counts, state.run["applied_steps"]))
-        losses = (progress.smoothed_loss, progress.best_loss, *progress.train_losses, *progress.val_losses)
+        losses = (progress.smoothed_loss, progress.best_loss, progress.best_val_loss)
+        losses += (*progress.train_losses, *progress.val_losses)
         real = all(loss is None or isinstance(loss, float) for loss in losses)
         scale = state.run["loss_scale"]
         real &= scale is None or all(isinstance(scale[key], int | float) for key in ("scale", "growth_tracker"))

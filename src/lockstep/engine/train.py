@@ -214,7 +214,7 @@ def as_found(run: RunDir, planned: Plan, assembled: Assembled, *, first: bool) -
 
 def train_parts(parts: Parts, planned: Plan, stop: signals.StopRequest) -> None:
     """Rehearse and train, unless all is done already."""
-    if parts.is_over(parts.progress.step):
+    if parts.has_ended:
         go_on_from_the_end(parts)
         return
     stop.patient = not parts.council.alone  # several ranks leave by agreement, once they have begun
@@ -239,11 +239,12 @@ def finish(run: RunDir, assembled: Assembled, around: Surroundings, sampler: Sam
 
 def go_on_from_the_end(parts: Parts) -> None:
     """A run that is complete: say so, measure it, and make good result files that are missing."""
+    step, run = parts.progress.step, shlex.quote(str(parts.checkpointer.folder.parent))
     count = f", {parts.epochs.count} epochs" if parts.epochs else ""
-    logger.info("Nothing left to do: all %d steps are done%s", parts.progress.step, count)
-    if not parts.epochs:
-        run, more = shlex.quote(str(parts.checkpointer.folder.parent)), 2 * parts.progress.step
-        logger.info("  more: lockstep resume %s --max-steps %d --checkpoint.allow-mismatch true", run, more)
+    done = f"early stopping ended it after {step} steps" if parts.is_stale else f"all {step} steps are done{count}"
+    logger.info("Nothing left to do: %s", done)
+    if more := "training.patience=0" if parts.is_stale else "" if parts.epochs else f"--max-steps {2 * step}":
+        logger.info("  more: lockstep resume %s %s --checkpoint.allow-mismatch true", run, more)
     close_the_end(parts)
     write_results(parts)
     make_good(parts)
