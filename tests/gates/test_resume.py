@@ -230,7 +230,7 @@ FIELDS = [
     "progress.skipped", "progress.overflow_run", "progress.smoothed_loss", "progress.best_loss", "progress.stale_steps",
     "progress.epoch_loss", "progress.epoch_targets", "loss_scale.scale", "loss_scale.growth_tracker",
 ]  # fmt: skip
-OF_EPOCHS = ["progress.train_losses", "progress.val_losses"]
+OF_EPOCHS = ["progress.train_losses", "progress.val_losses", "progress.best_val_loss"]
 
 
 def test_dropping_any_saved_field_breaks_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
