@@ -1,7 +1,10 @@
-"""A run on a real GPU up to its first step, for tests of what `auto` finds there."""
+"""A run on a real GPU up to its first step, for tests of what `auto` finds there; and a guard against waiting."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +37,16 @@ def ready(folder: Path, settings: dict[str, Any]) -> Assembled:
     made = assemble(planned, RunDir(folder), point=None, sinks=[], stop=StopRequest())
     made.loader.close()
     return made
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """torch's own guard raises where the host waits for the GPU."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -38,6 +38,7 @@ from lockstep.worlds import darkroom, darkroompermuted, key_door
 from lockstep.worlds.observed import Histories
 from tests.engine.walkers import small_agent
 from tests.gates.training import losses, run
+from tests.gpu.ready import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,14 +161,10 @@ def test_a_step_does_not_wait_for_the_gpu(shape: str) -> None:
 
     step(parts[0])
     step(parts[1])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step(parts[2])
         with pytest.raises(RuntimeError, match="synchroniz"):
             parts[2].tensors["starts"].sum().item()  # the control
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("drops", [{}, {"dropout": 0.1, "attention_dropout": 0.2}], ids=["whole", "dropping"])

@@ -29,6 +29,7 @@ from lockstep.rundir import RunDir
 from lockstep.runtime import determinism
 from lockstep.runtime.signals import StopRequest
 from tests.gates.training import Recorder, flags, run
+from tests.gpu.ready import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -254,15 +255,13 @@ def test_detection_waits_for_nothing(tmp_path: Path, precision: str) -> None:
         stepper.launch(0, given[0]).read()
         waiting = assembled(tmp_path / "debug", {"debug.enabled": True, "training.precision": precision})
         waiting.parts.stepper.launch(0, given[0]).read()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        pending = [stepper.launch(step, given[step]) for step in (1, 2)]
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            waiting.parts.stepper.launch(1, given[1])
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            stepper.halted.item()
+        with no_waiting():
+            pending = [stepper.launch(step, given[step]) for step in (1, 2)]
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                waiting.parts.stepper.launch(1, given[1])
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                stepper.halted.item()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
         for each in (made, waiting):
             if each:
                 each.loader.close()

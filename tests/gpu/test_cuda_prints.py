@@ -16,6 +16,7 @@ from lockstep.health.fingerprint import INTEGERS, digest_tensor, digest_tensors
 from lockstep.health.prints import Prints, as_hex
 from lockstep.health.records import Stamp, chain_of, first_tensor
 from lockstep.runtime import faults
+from tests.gpu.ready import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,16 +114,14 @@ def test_fingerprints_wait_for_nothing_and_name_the_tensor() -> None:
     prints = Prints(parameters, moments)
     prints.of_gradients(0)
     prints.of_state(0)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for step in (1, 2):
             if step == 2:
                 moments["exp_avg.w1"].view(torch.int32)[17].bitwise_xor_(1)
             prints.of_gradients(step)
             prints.of_state(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            moments["exp_avg.w1"].sum().item()  # the control
     stamps = [Stamp(taken.step, sums=as_hex(taken.read())) for taken in prints.taken()]
     assert [stamp.step for stamp in stamps] == [0, 1, 2]
     assert stamps[0].sums == stamps[1].sums
