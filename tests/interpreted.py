@@ -68,7 +68,9 @@ def module(patch: pytest.MonkeyPatch, name: str) -> Iterator[Any]:
         inside.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
         inside.delitem(sys.modules, full, raising=False)
         inside.delattr(kernels, name, raising=False)
-        with _interpreting():
-            yield importlib.import_module(full)
-        del sys.modules[full]
-        delattr(kernels, name)
+        try:
+            with _interpreting():
+                yield importlib.import_module(full)
+        finally:
+            sys.modules.pop(full, None)
+            vars(kernels).pop(name, None)

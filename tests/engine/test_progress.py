@@ -52,6 +52,17 @@ def test_a_single_lucky_step_is_not_an_improvement() -> None:
     assert progress.stale_steps == 1
 
 
+def test_who_is_stale_by_the_patience_and_the_min_delta_of_today() -> None:
+    progress = Progress()
+    assert not progress.is_stale(1, min_delta=100.0), "nothing is known yet"
+    for loss in (2.0, 1.0, 1.0):
+        progress.note(loss, 1, overflow=False, min_delta=100.0)
+    assert progress.stale_steps == 2
+    assert [progress.is_stale(patience, min_delta=100.0) for patience in (0, 1, 2, 3)] == [False, True, True, False]
+    assert not progress.is_stale(2, min_delta=0.0), "it was better all the time"
+    assert Progress(smoothed_loss=2.0, best_loss=2.0, stale_steps=2).is_stale(2, min_delta=0.0), "no better"
+
+
 def test_the_best_validation_is_the_lowest_that_was_a_number() -> None:
     progress = Progress()
     for loss in (None, 2.0, None, 1.5, 3.0):

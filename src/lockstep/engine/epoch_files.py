@@ -35,7 +35,8 @@ def write(parts: Parts) -> Path | None:
     told = figures(parts)
     folder, group = Path(str(parts.config.report.results_dir)), parts.council.group
     path = folder / f"checkpoint_epoch_{told['epoch']}.pt"
-    if not group.together(lambda: wanted(parts, told["val_losses"]) and not is_there(path, told)):
+    due = group.together(lambda: (path.is_file() or wanted(parts, told["val_losses"])) and not is_there(path, told))
+    if not due:  # what a file that is there tells may be of half this epoch, where early stopping ended
         return None
     state = capture(parts.stepper, parts.progress, parts.about)
     model: Any = parts.stepper.model

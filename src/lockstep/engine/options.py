@@ -65,11 +65,12 @@ class TrainingOptions(Section, frozen=True):
     max_steps: int = setting(100, "Optimizer steps.", unit="steps", ge=1, le=10_000_000)
     learning_rate: float = setting(1e-5, "Peak learning rate.", gt=0, le=100)
     warmup_steps: int = setting(
-        0, "Steps of linear warm-up; an inherited value is clamped to max_steps.", unit="steps", ge=0, le=1 << 40
+        0, "Steps of warm-up, linear but with one_cycle; an inherited value is clamped to max_steps.", unit="steps", ge=0, le=1 << 40
     )
     schedule: Literal["cosine", "linear", "constant", "one_cycle"] = setting(
         "cosine",
-        "Shape of the decay after the warm-up. one_cycle: a cosine, and one up from a 25th of the peak before.",
+        "Shape of the decay after the warm-up. one_cycle: a cosine, and one up from a 25th of the peak before; with a "
+        "min_lr_ratio of 4e-6 that of torch's OneCycleLR.",
     )
     min_lr_ratio: float = setting(0.1, "Last learning rate as a share of the peak.", ge=0, le=1)
     weight_decay: float = setting(0.0, "AdamW decay; never on norms, embeddings and 1-D tensors.", ge=0, le=100)

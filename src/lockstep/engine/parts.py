@@ -131,8 +131,12 @@ class Parts:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the loss has not improved for as long as the user would wait: such a run has ended early."""
-        return 0 < self.config.training.patience <= self.progress.stale_steps
+        """Whether the loss has not improved for as long as the user would wait: such a run has ended early.
+
+        A proof goes as far as it is told to: it begins where the run may already have been stale.
+        """
+        options = self.config.training
+        return self.until is None and self.progress.is_stale(options.patience, min_delta=options.min_delta)
 
     @property
     def has_ended(self) -> bool:

@@ -42,6 +42,12 @@ class Progress:
         else:
             self.stale_steps += 1
 
+    def is_stale(self, patience: int, *, min_delta: float) -> bool:
+        """Whether the loss has not improved for `patience` steps; 0: never. A min_delta that was lowered counts."""
+        if self.smoothed_loss is None or self.best_loss is None:
+            return False
+        return 0 < patience <= self.stale_steps and self.smoothed_loss >= self.best_loss - min_delta
+
     def close_epochs(self, number: int, val_loss: float | None) -> None:
         """Write the history up to epoch `number`. Several end at once where a batch is longer than the table.
 

@@ -22,7 +22,8 @@ def learning_rates(options: TrainingOptions) -> Tensor:
         case "cosine":
             decay = floor + (1 - floor) * _half_wave(share)
         case "one_cycle":
-            warmup = max(0, warmup - 1)  # its last step has the peak, and the last step of all the floor
+            if warmup:  # its last step has the peak, and the last step of all the floor
+                warmup = min(max(1, warmup - 1), total - 1)
             rising = 1 - (1 - ONE_CYCLE_START) * _half_wave(step / max(1, warmup))
             decay = floor + (1 - floor) * _half_wave((step - warmup) / max(1, total - 1 - warmup))
         case "linear":

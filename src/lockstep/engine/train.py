@@ -239,12 +239,15 @@ def finish(run: RunDir, assembled: Assembled, around: Surroundings, sampler: Sam
 
 def go_on_from_the_end(parts: Parts) -> None:
     """A run that is complete: say so, measure it, and make good result files that are missing."""
-    step, run = parts.progress.step, shlex.quote(str(parts.checkpointer.folder.parent))
+    step, over = parts.progress.step, parts.is_over(parts.progress.step)
     count = f", {parts.epochs.count} epochs" if parts.epochs else ""
-    done = f"early stopping ended it after {step} steps" if parts.is_stale else f"all {step} steps are done{count}"
+    done = f"all {step} steps are done{count}" if over else f"early stopping ended it after {step} steps"
     logger.info("Nothing left to do: %s", done)
-    if more := "training.patience=0" if parts.is_stale else "" if parts.epochs else f"--max-steps {2 * step}":
-        logger.info("  more: lockstep resume %s %s --checkpoint.allow-mismatch true", run, more)
+    more = [f"--max-steps {2 * step}"] if over and not parts.epochs else []
+    more += ["training.patience=0"] if parts.is_stale and not (over and parts.epochs) else []
+    if more:
+        run = shlex.quote(str(parts.checkpointer.folder.parent))
+        logger.info("  more: lockstep resume %s %s --checkpoint.allow-mismatch true", run, " ".join(more))
     close_the_end(parts)
     write_results(parts)
     make_good(parts)

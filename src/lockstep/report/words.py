@@ -102,7 +102,7 @@ class Wording:
     epoch: tuple[str, ...] = ("Epoch {epoch}/{epochs} | {duration}{gpu}", "Train Loss: {train} | Val Loss: {val}")
     results: str = "{family} model saved to {path}"
     first: str = ""  # of the first loss, beside what it must be
-    best: bool = False  # whether the end tells the best validation loss of all epochs
+    best: bool = False  # whether the end tells the best validation loss of all
     at_most: str = ""  # before losses that are bounds
     unit: str = "tokens"  # what a row is long in, and the speed is counted in
     accuracy: str = ""  # the share of right answers among the measures, told in the place of the perplexity
@@ -224,7 +224,7 @@ class Summary(_Facts):
     seconds: float
     results: str  # folder of the run
     outcome: str = USUAL.outcome
-    best_val_loss: float | None = None  # of all epochs, where the family's guide has that line
+    best_val_loss: float | None = None  # of all validations, where the family's guide has that line
     at_most: str = ""
     first_loss: float | None = None
     val_loss: float | None = None
