@@ -65,7 +65,7 @@ class TrainingOptions(Section, frozen=True):
     max_steps: int = setting(100, "Optimizer steps.", unit="steps", ge=1, le=10_000_000)
     learning_rate: float = setting(1e-5, "Peak learning rate.", gt=0, le=100)
     warmup_steps: int = setting(
-        0, "Steps of warm-up, linear but with one_cycle; an inherited value is clamped to max_steps.", unit="steps", ge=0, le=1 << 40
+        0, "Steps of warm-up, linear but with one_cycle; an inherited value is clamped.", unit="steps", ge=0, le=1 << 40
     )
     schedule: Literal["cosine", "linear", "constant", "one_cycle"] = setting(
         "cosine",
