@@ -250,6 +250,16 @@ def test_a_preemption_before_training_is_requeued_too(
     assert asked == [75]
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 0)])
+def test_a_signal_that_comes_when_all_is_prepared_is_heard(
+    number: int, code: int, lockstep: Cli, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper that prepares is done with its work and ends well; who asks then means the run."""
+    monkeypatch.setattr(starting, "_prepare_first", lambda *_: Outcome(0, stop=number))
+    assert lockstep(*TINY, "--gpus", "2").code == code
+    assert bool(seen.procs) == (not number)
+
+
 def test_a_token_is_on_no_command_line(lockstep: Cli, seen: Seen) -> None:
     assert lockstep(*TINY, "--gpus", "2", "--hf-token", "hf_canary_value").code == 0
     for proc in seen.procs:

@@ -233,11 +233,15 @@ def _attempt(
     """One round: prepare, start the workers, and watch them to their end."""
     from lockstep.launch.supervise import supervise
     from lockstep.launch.torchrun import Meeting
+    from lockstep.runtime import signals
 
     nodes = watch.nodes
     address, port = _rendezvous(asked, node=watch.node, nodes=nodes)
-    if (prepared := _prepare_first(loaded, asked)) and prepared.exit_code != ExitCode.DONE:
-        return prepared
+    if prepared := _prepare_first(loaded, asked):
+        if prepared.exit_code != ExitCode.DONE:
+            return prepared
+        if prepared.stop:  # it came when all was done there, and means the training that would begin now
+            raise signals.stopped_by(prepared.stop)
     own = asked.how == "torchrun" and nodes == 1 and _port(asked) is None  # torchrun then finds a port itself
     meeting = Meeting(watch.node, nodes, address, 0 if own else port)
     with _work_folder() as work:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +321,20 @@ def test_an_inherited_warmup_is_clamped_and_said(write: Write) -> None:
     assert loaded.notices == ("training.warmup_steps 2 (preset tiny) is clamped to max_steps 1",)
     from_file = load("llama", preset="tiny", file=write({"training": {"warmup_steps": 9}}), flags=[("max_steps", "3")])
     assert from_file.config.training.warmup_steps == 3
+
+
+def test_the_settings_of_a_run_are_a_configuration_too(tmp_path: Path) -> None:
+    """Its config.json says more than the settings; a slip in it is told with its place."""
+    first = load("llama", preset="tiny", flags=[("max_steps", "3")])
+    file = tmp_path / "config.json"
+    told = {"family": "llama", "preset": "tiny", "identity_hash": "0", "config": to_dict(first.config)}
+    file.write_text(json.dumps(told, indent=1), encoding="utf-8")
+    assert load("llama", file=file).config == first.config
+    told["config"]["training"]["max_step"] = 4
+    file.write_text(json.dumps(told), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"training\.max_step: no such setting") as caught:
+        load("llama", file=file)
+    assert re.fullmatch(r".*config\.json:1:\d+", caught.value.where)
 
 
 # ------------------------------------------------------------------------------------------------ flags

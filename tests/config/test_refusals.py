@@ -75,6 +75,7 @@ IN_A_FILE: list[tuple[str, str, str, str]] = [
     ('{"model": {"dropout": 1.0}}', "1:23", "model.dropout", "below 1"),
     ('{"model": {"init_std": 0}}', "1:24", "model.init_std", "above 0"),
     ('{"model": {"model_path": ""}}', "1:26", "model.model_path", 'got ""'),
+    ('{"data": {"data_path": ""}}', "1:24", "data.data_path", 'got "", expected text of 1 to 4000 characters or null'),
     # not one of the words
     ('{"model": {"attention_backend": "flash"}}', "1:33", "model.attention_backend", "did you mean flash_attn?"),
     ('{"debug": {"log_level": "debug"}}', "1:25", "debug.log_level", "did you mean DEBUG?"),

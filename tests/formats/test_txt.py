@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 
 import pytest
@@ -61,3 +62,12 @@ def test_the_line_of_a_byte_that_is_not_utf8_is_named(text: str, size: int) -> N
     line = text.replace("\r\n", "\n").replace("\r", "\n").count("\n") + 1
     assert caught.value.where == f"a.txt:{line}"
     assert caught.value.hint.startswith("iconv -f LATIN1 -t UTF-8 a.txt > utf8-a.txt")
+
+
+@pytest.mark.parametrize("order", ["le", "be"])
+def test_text_of_windows_is_known_by_how_it_begins(order: str) -> None:
+    """What is converted by that line is the text; as Latin-1 it would be every letter with a zero behind it."""
+    mark = codecs.BOM_UTF16_LE if order == "le" else codecs.BOM_UTF16_BE
+    with pytest.raises(DataError, match=r"not UTF-8: byte 0xf[ef]") as caught:
+        list(blocks(io.BytesIO(mark + "hello".encode(f"utf-16-{order}")), how("txt")))
+    assert caught.value.hint == "iconv -f UTF-16 -t UTF-8 a.txt > utf8-a.txt"

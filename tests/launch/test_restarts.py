@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -25,11 +27,11 @@ from tests.launch.test_faults import LAUNCHER, ROOT
 CRASH = {"exit_code": 137, "kind": "signal", "cause": "killed by SIGKILL"}
 
 
-def failed(run: Path | None = None, *, stop_asked: bool = False, **changes: Any) -> Outcome:
+def failed(run: Path | None = None, *, stop: int = 0, **changes: Any) -> Outcome:
     record = CRASH | changes
     if run:
         RunDir(run).failure.write_text(json.dumps(record))
-    return Outcome(int(record["exit_code"]), record, run, stop_asked=stop_asked)
+    return Outcome(int(record["exit_code"]), record, run, stop=stop)
 
 
 class Trial:
@@ -120,7 +122,7 @@ def test_without_the_flag_there_is_one_attempt(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_stop_that_was_asked_for_is_one(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     """Also where a worker crashed on the way out."""
-    trial = Trial(monkeypatch, failed(run, stop_asked=True))
+    trial = Trial(monkeypatch, failed(run, stop=signal.SIGINT))
     assert trial.run(3) == 137
     assert trial.said == ["  restarts: 0 of 3 made; not restarted, it was asked to stop"]
     stopped = Trial(monkeypatch, Outcome(143, run=run))
@@ -271,7 +273,17 @@ def test_a_stop_while_the_last_are_cleared_away_counts(monkeypatch: pytest.Monke
     work = tmp_path / "work"
     work.mkdir()
     procs = stub_procs(1, tmp_path, work)
-    assert supervise.supervise(procs, supervise.Watch(), work, lambda _: None).stop_asked
+    assert supervise.supervise(procs, supervise.Watch(), work, lambda _: None).stop
+
+
+def test_a_stop_that_a_helper_no_longer_hears_is_told(tmp_path: Path) -> None:
+    """One that has done its work lets no Ctrl-C disturb its end; who has sent it still means what comes next."""
+    deaf = "import os, signal; signal.signal(2, signal.SIG_IGN); os.kill(os.getppid(), 2); import time; time.sleep(0.3)"
+    work = tmp_path / "work"
+    work.mkdir()
+    proc = supervise.Proc(tag="", slots=(0,), command=(sys.executable, "-c", deaf), environ=dict(os.environ))
+    told = supervise.supervise([proc], supervise.Watch(show="all"), work, lambda _: None)
+    assert (told.exit_code, told.stop) == (0, signal.SIGINT)
 
 
 @pytest.mark.slow

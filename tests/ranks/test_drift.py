@@ -28,8 +28,8 @@ FLIP = "flip_weight@rank=1,step=3,index=5,bit={}"
 
 def train(
     group: Group, folder: Path, settings: Mapping[str, Any], point: Path | None = None
-) -> tuple[str, int, bool, int, str, int]:
-    """(error, exit code, whether another tells it, steps, digest of the weights here, looks at them)."""
+) -> tuple[str, int, bool, int, str, int, str]:
+    """(error, exit code, whether another tells it, steps, digest of the weights here, looks at them, what to do)."""
     recorder, looks = Recorder(), 0
     looked = drift.digests
 
@@ -40,15 +40,15 @@ def train(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drift, "digests", counted)
-        said, code, secondary = "", 0, False
+        said, code, secondary, hint = "", 0, False, ""
         try:
             run(folder, {**SHORT, **settings}, group=group, recorder=recorder, point=point)
         except LockstepError as error:
-            said, code, secondary = error.what, int(error.exit_code), is_lost_peer(error)
+            said, code, secondary, hint = error.what, int(error.exit_code), is_lost_peer(error), error.hint
     assert isinstance(recorder.parts, Parts)
     named = trained(recorder.parts.stepper.model)
     digest = digest_model((name, local(tensor)) for name, tensor in named.items())
-    return said, code, secondary, recorder.parts.progress.step, digest, looks
+    return said, code, secondary, recorder.parts.progress.step, digest, looks, hint
 
 
 def saved(folder: Path) -> list[str]:
@@ -67,6 +67,7 @@ def test_a_rank_that_drifts_is_named_within_the_interval(
     )
     assert [result[:4] for result in results] == [(words, 3, rank != 1, 6) for rank in range(3)]
     assert saved(tmp_path) == ["step_00000003"], "what was saved before is kept, and nothing wrong after it"
+    assert results[1][6].startswith("go on from the last checkpoint (--resume), without that GPU")
 
 
 def test_before_a_save_the_weights_are_looked_at_whatever_the_interval(
@@ -81,6 +82,8 @@ def test_before_a_save_the_weights_are_looked_at_whatever_the_interval(
     )
     assert [result[:4] for result in results] == [(words, 3, rank != 0, 5) for rank in range(2)]
     assert saved(tmp_path) == []
+    wanted = "lockstep check tells which of them it is; then start again without it (--gpus)"
+    assert results[0][6] == wanted
 
 
 def test_without_looking_nobody_sees_it(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,8 +165,9 @@ def _words(choice: dict[str, Any]) -> str:
     if "pattern" in choice and "title" in choice:
         return choice["title"]
     if kind == "string":
-        limit = choice.get("maxLength")
-        return f"text of at most {limit} characters" if limit else "text"
+        limit, least = choice.get("maxLength"), choice.get("minLength")
+        length = f"{least} to {limit}" if least else f"at most {limit}"
+        return f"text of {length} characters" if limit else "text"
     return JSON_NAMES[kind] + _range(choice)
 
 

@@ -143,7 +143,19 @@ def read_config(path: Path, family: str) -> list[reader.Document]:
             where=f"--config {str(path)[:300]!r}" if not str(path).isprintable() else f"--config {str(path)[:300]}",
             hint=families.FAMILIES[family].example_files(),
         )
-    return reader.read_file(path)
+    return [_settings_of(document) for document in reader.read_file(path)]
+
+
+def _settings_of(document: reader.Document) -> reader.Document:
+    """Of the config.json of a run its settings; any other file as it is."""
+    tree, name = document.tree, "config"
+    if "identity_hash" not in tree or not isinstance(tree.get(name), dict):
+        return document
+    keys, values = (
+        {path[1:]: place for path, place in places.items() if path[0] == name and len(path) > 1}
+        for places in (document.keys, document.values)
+    )
+    return reader.Document(document.name, tree[name], keys, values)
 
 
 # ------------------------------------------------------------------------------------------------ out again

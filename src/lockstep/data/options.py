@@ -40,6 +40,7 @@ class DataOptions(Section, frozen=True):
         None,
         "Local .txt, .jsonl, .json, .csv, .parquet or .npy file, folder or glob; - is stdin. A folder with "
         "train_data.npy, val_data.npy and metadata.json is ready windows of token ids.",
+        min_length=1,
         max_length=4000,
     )
     text_column: str | None = setting(
@@ -66,7 +67,9 @@ class DataOptions(Section, frozen=True):
     tokenizer_vocab_size: int = setting(
         4096, "Size of the builtin tokenizer (capped at model.vocab_size).", ge=300, le=1 << 20
     )
-    cache_dir: str = setting(".cache/datasets", "Where prepared datasets lie.", role="cosmetic", max_length=4000)
+    cache_dir: str = setting(
+        ".cache/datasets", "Where prepared datasets lie.", role="cosmetic", min_length=1, max_length=4000
+    )
     num_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = setting(
         "auto", "Threads that prepare batches ahead of the step; 0: none.", role="layout"
     )
@@ -80,7 +83,7 @@ class DataOptions(Section, frozen=True):
 class HistoryOptions(DataOptions, frozen=True):
     """Histories of source learners: the worlds they are of, who learnt in them, and which of them are distilled."""
 
-    data_path: str | None = setting(None, "Folder of the histories (null: datasets).", max_length=4000)
+    data_path: str | None = setting(None, "Folder of the histories (null: datasets).", min_length=1, max_length=4000)
     env: Literal["darkroom", "darkroompermuted", "key_door"] = setting("darkroom", "The world that is learnt in.")
     grid_size: int = setting(9, "Cells of a side of the grid.", ge=2, le=16)
     horizon: int | None = setting(None, "Steps of an episode (null: the world's own).", unit="steps", ge=1, le=1 << 20)

@@ -18,9 +18,10 @@ from lockstep.health.vote import Vote, vote
 from lockstep.runtime import env
 from lockstep.runtime.parallel import Sharded
 
-HINT = (
-    "go on from the last checkpoint (--resume), without that GPU (--gpus) if it happens again; lockstep check tests it"
-)
+ON = "go on from the last checkpoint (--resume)"
+ANEW = "start again"
+HINT = "{on}, without that GPU (--gpus) if it happens again; lockstep check tests it"
+UNDECIDED = "lockstep check tells which of them it is; then {on} without it (--gpus)"
 
 
 def is_due(parts: Parts, done: int) -> bool:
@@ -50,8 +51,9 @@ def check(parts: Parts) -> None:
     said = [_words(result, ranks, names, stamps, list(named)) for result, ranks in zip(votes, alike, strict=True)]
     wrong = [ranks[voter] for result, ranks in zip(votes, alike, strict=True) for voter in result.outvoted]
     since = f"they were equal after step {parts.agreed_step - 1}" if parts.agreed_step > 0 else "not looked at before"
+    hint = (HINT if wrong else UNDECIDED).format(on=ON if parts.checkpointer.found() else ANEW)
     error = LockstepError(
-        f"after step {step - 1} {'; '.join(filter(None, said))} ({since})", hint=HINT, exit_code=ExitCode.BAD_DEVICE
+        f"after step {step - 1} {'; '.join(filter(None, said))} ({since})", hint=hint, exit_code=ExitCode.BAD_DEVICE
     )
     error.secondary = group.rank != min(wrong, default=0)  # one tells it for all
     raise error

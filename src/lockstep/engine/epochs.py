@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.data.stream import StreamTable
 from lockstep.engine.options import EpochTrainingOptions, TrainingOptions
+from lockstep.runtime import env
 from lockstep.runtime.grid import BLOCKS
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+THEIR_FLAGS = {"torchrun": "--nproc_per_node", "accelerate": "--num_processes", "slurm": "--ntasks"}
 SHOWN_COUNTS = 4  # of workers that would fit, on either side of those there are
 
 
@@ -142,7 +144,8 @@ def counts_that_fit(rows: int, config: RunConfig, *, near: int) -> str:
     *first, last = map(str, smaller[-SHOWN_COUNTS:] + larger[:SHOWN_COUNTS]) if able else [""]
     if not last:
         return f"workers x batch_size x grad_accum_nums must be {rows}"
-    return f"--gpus {', '.join(first)}{' or ' * bool(first)}{last}"
+    flag = "--gpus" if env.launcher_pid() else THEIR_FLAGS.get(env.detect().launcher, "--gpus")
+    return f"{flag} {', '.join(first)}{' or ' * bool(first)}{last}"
 
 
 def _with_steps(config: RunConfig, options: EpochTrainingOptions, steps: int) -> RunConfig:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import rundir
-from lockstep.config.load import identity_diff
+from lockstep.config.load import identity, identity_diff, load_run
 from lockstep.config.schema import RunConfig
 from lockstep.engine import agent_files, epochs
 from lockstep.engine.checkpoint import RUN, Checkpointer, check_not_spoilt
-from lockstep.errors import ConfigError, DataError, NotFoundError
+from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
 from lockstep.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEYS_TOLD = 3  # settings in which another run differs
 DECIDING = ("torch", "cuda", "cudnn")  # versions that come with other kernels
 
 
@@ -42,7 +43,7 @@ def find(config: RunConfig, identity_hash: str) -> ResumePoint | None:
     if asked == "auto" and name is not None and (point := _of_name(out / name)):
         return point
     if asked == "auto":
-        return _newest_alike(out, config.family, identity_hash, name)
+        return _newest_alike(out, config, identity_hash)
     path, named = Path(asked), Path(config.run.out) / asked
     if path.suffix == ".pt":
         if not path.is_file():
@@ -92,27 +93,42 @@ def can_begin(run: RunDir) -> bool:
     return known and not has_saved(run)
 
 
-def _newest_alike(out: Path, family: str, identity_hash: str, name: str | None) -> ResumePoint | None:
+def _newest_alike(out: Path, config: RunConfig, identity_hash: str) -> ResumePoint | None:
     """The newest run with these settings; where a name was given, only the one that has it."""
     candidates: list[tuple[float, Path]] = []
+    others: list[tuple[float, Path]] = []
+    name = config.run.name
     for config_file in out.glob("*/config.json"):
         if config_file.parent.is_symlink() or name not in (None, config_file.parent.name):
             continue
         try:
             saved = rundir.read_json(config_file)
-            alike = saved["family"] == family and saved["identity_hash"] == identity_hash
+            alike = saved["identity_hash"] == identity_hash
             created = float(saved["created"])
+            ours = saved["family"] == config.family
         except (OSError, ValueError, KeyError, TypeError):
             continue  # not a run of ours
-        if alike:
-            candidates.append((created, config_file.parent))
+        if ours:
+            (candidates if alike else others).append((created, config_file.parent))
     for _, folder in sorted(candidates, reverse=True):
         run = RunDir(folder)
         newest = Checkpointer(run.checkpoints).latest()
         if newest:
             return ResumePoint(newest, run)
-    logger.info("Nothing to resume in %s: starting anew", out)
+    logger.info("Nothing to resume in %s: starting anew%s", out, _difference(others, config))
     return None
+
+
+def _difference(others: list[tuple[float, Path]], config: RunConfig) -> str:
+    """In what the newest other run that has saved differs, for who has meant it; "" if there is none, or much."""
+    for _, folder in sorted(others, reverse=True):
+        if has_saved(RunDir(folder)):
+            with contextlib.suppress(LockstepError):
+                found = identity_diff(identity(load_run(folder).config), identity(config))
+                keys = [line.partition(":")[0] for line in found]
+                return f" ({folder.name} has another {' and '.join(keys)})" if len(keys) <= KEYS_TOLD else ""
+            return ""
+    return ""
 
 
 def check_belongs(about: Mapping[str, Any], current: Mapping[str, Any], *, checkpoint: Path, allow: bool) -> None:

@@ -8,6 +8,7 @@ can skip in its own cheap way; `walk` leaves the blank ones out.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import importlib
@@ -163,12 +164,14 @@ def unpacked(file: BinaryIO, packing: str, where: str) -> AbstractContextManager
 def not_utf8(error: UnicodeDecodeError, how: Reading, place: str = "") -> DataError:
     """Which byte it was, and what to do if it is the likely thing."""
     name = PurePath(how.where).name
+    wide = not error.start and error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    kind, likely = ("UTF-16", "") if wide else ("LATIN1", ", if it is Latin-1")
     return DataError(
         f"not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})",
         where=how.where + place,
         hint="unpack it and convert the text to UTF-8"
         if how.kind.packing
-        else f"iconv -f LATIN1 -t UTF-8 {quote(name)} > {quote('utf8-' + name)}, if it is Latin-1",
+        else f"iconv -f {kind} -t UTF-8 {quote(name)} > {quote('utf8-' + name)}{likely}",
     )
 
 

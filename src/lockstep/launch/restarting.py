@@ -96,7 +96,7 @@ def keep_running(
                 story.write(run)
                 return outcome.exit_code
             newest = newest_checkpoint(run) if run else ""
-            reason = "it was asked to stop" if outcome.stop_asked else _why_not(outcome.failure)
+            reason = "it was asked to stop" if outcome.stop else _why_not(outcome.failure)
             if not reason and made < most:
                 seconds = pause.next(progress=bool(made) and newest > saved)
                 saved = newest

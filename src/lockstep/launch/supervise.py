@@ -58,7 +58,7 @@ class Outcome:
     run: Path | None = None
     slow: tuple[str, ...] = ()  # tags of workers that took longer than the others
     leaked: tuple[str, ...] = ()  # processes that were left behind and killed
-    stop_asked: bool = False  # whether a signal has asked for the end, be it too late to matter
+    stop: int = 0  # the signal that has asked for the end, be it too late to matter
 
 
 def supervise(procs: Sequence[Proc], watch: Watch, work: Path, say: Callable[[str], None]) -> Outcome:
@@ -68,8 +68,8 @@ def supervise(procs: Sequence[Proc], watch: Watch, work: Path, say: Callable[[st
         outcome = supervisor.run(procs)
     finally:
         supervisor.team.close()
-    late = bool(supervisor.team.inbox.received)  # while the last workers were cleared away
-    return replace(outcome, stop_asked=outcome.stop_asked or late)
+    late = next(iter(supervisor.team.inbox.received), 0)  # while the last workers were cleared away
+    return replace(outcome, stop=outcome.stop or late)
 
 
 class _Supervisor:
@@ -255,7 +255,7 @@ class _Supervisor:
 
     def _conclude(self, end: End, *, kind: str, cause: str) -> Outcome:
         """End the others, then write and show why."""
-        team, stop_asked = self.team, self.team.stop is not None  # by somebody else than us
+        team, stop = self.team, self.team.stop or 0  # of somebody else than us
         others = [other for other in team.ends.values() if other.slot != end.slot and other.code]
         team.end_all(min(self.watch.grace_seconds, DYING_SECONDS))
         beat = team.beats.read(end.slot)
@@ -276,7 +276,7 @@ class _Supervisor:
             prefix = prefix_of(child.proc.tag, self.watch.prefix).decode()
             self._tell_all(prefix + line for line in tail)
         if child.output.shown and failure.is_refusal(record):  # it has said why; nothing was trained that could fail
-            return replace(self._finish(code, record), stop_asked=stop_asked)
+            return replace(self._finish(code, record), stop=stop)
         if self._records.run is not None and (
             complaint := failure.store(self._records.run, record, started=self._started)
         ):
@@ -285,7 +285,7 @@ class _Supervisor:
             self._tell_all(banner.ended(team.children, child, record))
         if child.proc.tag or len(child.proc.slots) > 1 or end.by_signal:  # a helper without a name speaks for itself
             self._tell_all(failure.block(record, nodes=self.watch.nodes))
-        return replace(self._finish(code, record), stop_asked=stop_asked)
+        return replace(self._finish(code, record), stop=stop)
 
     def _finish(
         self, code: int, record: dict[str, Any] | None = None, *, reader_seconds: float = float("inf")
@@ -311,4 +311,5 @@ class _Supervisor:
             run=self._records.run,
             slow=tuple(self.tags[slot] for slot in self._slowness.slow),
             leaked=tuple(f"{process.pid} {process.command}" for process in leaked),
+            stop=team.stop or 0,
         )

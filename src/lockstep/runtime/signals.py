@@ -38,7 +38,7 @@ class StopRequest:
     def error(self) -> Stopped:
         """The end of the run, as an exception with the exit code of the signal."""
         assert self.signal is not None
-        return Stopped(f"stopped by {self.signal.name}", exit_code=EXIT_CODES[self.signal])
+        return stopped_by(self.signal)
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler: the second SIGINT never waits."""
@@ -47,6 +47,12 @@ class StopRequest:
         if (impatient or not self.patient) and not self.raised:
             self.raised = True
             raise self.error()
+
+
+def stopped_by(number: int) -> Stopped:
+    """The end that a signal asks for."""
+    found = signal.Signals(number)
+    return Stopped(f"stopped by {found.name}", exit_code=EXIT_CODES[found])
 
 
 def behind(error: BaseException) -> Stopped | None:
