@@ -167,6 +167,18 @@ def test_every_hint_fits_when_it_is_followed(
         assert "may not fit" not in caplog.text
 
 
+@pytest.mark.parametrize(("room", "warned"), [(0.99, True), (1.03, True), (1.07, False)])
+def test_what_would_just_fit_is_warned_of(
+    room: float, warned: bool, card: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An estimate is no measurement, and where the kernel ends a run it says nothing."""
+    config, shape = asked({"training.precision": "bf16"})
+    need = fitting.memory_estimate(config, shape, compiled=fitting.compiles(config, CUDA)).total
+    card.setattr(hardware, "free_memory_bytes", lambda _device: int(room * need))
+    fitting.check_memory(config, shape, CUDA)
+    assert ("may not fit" in caplog.text) == warned
+
+
 @pytest.mark.usefixtures("card")
 def test_a_small_run_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.launch import harness
 from tests.launch.test_faults import ROOT, start
 from tests.launch.test_signals import saved
@@ -40,7 +42,8 @@ from pathlib import Path
 from lockstep.guard import say
 from lockstep.launch.supervise import Proc, Watch, supervise
 work = Path(tempfile.mkdtemp(prefix="lockstep-"))
-agent = Proc("", (0, 1), (sys.executable, "-c", os.environ["AGENT"]), dict(os.environ))
+slots = tuple(range(int(os.environ["WORLD_SIZE"])))
+agent = Proc("", slots, (sys.executable, "-c", os.environ["AGENT"]), dict(os.environ), is_agent=True)
 sys.exit(supervise([agent], Watch(hang_seconds=1.0), work, say).exit_code)
 """
 
@@ -57,9 +60,11 @@ raise SystemExit(1)
 """
 
 
-def launch(run: Path, *, fault: str = "", options: str = "steps=500", agent: str = AGENT) -> harness.Job:
+def launch(
+    run: Path, *, fault: str = "", options: str = "steps=500", agent: str = AGENT, workers: int = 2
+) -> harness.Job:
     run.mkdir()
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    world = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     own = {"AGENT": agent, "STUB_RUN": str(run), "STUB_OPTIONS": options, "LOCKSTEP_FAULT": fault}
     return harness.start([sys.executable, "-c", LAUNCH], cwd=ROOT, **world, **own)
 
@@ -98,13 +103,24 @@ def test_preemption_reaches_the_workers_and_not_the_agent(tmp_path: Path) -> Non
     saved(run)
 
 
-def test_an_agent_that_is_stopped_before_it_has_workers(tmp_path: Path) -> None:
-    """torchrun then ends with 1: the signal's code is the truth."""
-    job = launch(tmp_path / "run", agent=SLOW_AGENT)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_agent_that_is_stopped_before_it_has_workers(
+    tmp_path: Path, workers: int, number: signal.Signals, code: int
+) -> None:
+    """torchrun then ends with 1: the signal's code is the truth. Of Ctrl-C its Python would make a traceback."""
+    job = launch(tmp_path / "run", agent=SLOW_AGENT, workers=workers)
     job.wait_for("no worker yet")
-    job.send(signal.SIGTERM)
+    job.send(number)
     ended = job.finish(20)
-    assert (ended.code, ended.block) == (143, []), ended.out
+    assert (ended.code, ended.block) == (code, []), ended.out
+    assert "Traceback" not in ended.out
+
+
+def test_an_agent_that_fails_when_all_its_workers_are_done(tmp_path: Path) -> None:
+    """They have trained to the end and saved: nothing of the run has failed."""
+    ended = launch(tmp_path / "run", agent=f"{AGENT}sys.exit(1)", options="steps=30").finish(20)
+    assert (ended.code, ended.block) == (0, []), ended.out
 
 
 def test_an_agents_own_summary_tells_the_code(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lockstep.runtime import env, hardware
 logger = logging.getLogger(__name__)
 
 HOPELESS = 2  # times the free memory: the estimate of activations is not that far off
-ROOM = 0.95  # of the free memory: what is advised must fit with the allocator's losses
+ROOM = 0.95  # of the free memory: what is to fit must do so with the allocator's losses
 WORTH_A_WORD = 0.1  # of the free memory
 GPUS = (2, 4, 8, 16, 32, 64)
 LORA_RANK = 16
@@ -51,7 +51,7 @@ def check_memory(config: RunConfig, shape: Shape, device: torch.device, *, shard
         f"{config.training.batch_size} x {config.training.context_length:,} tokens, {need.states / GIB:.1f} GiB of it "
         f"for weights, gradients and AdamW moments; {free / GIB:.1f} GiB are free"
     )
-    if need.total <= free:
+    if need.total <= ROOM * free:
         return
     others = "; ".join(alternatives(config, shape, device, free=free, shards=shards))
     if need.states > free or (device.type == "cpu" and need.total > HOPELESS * free):

@@ -26,6 +26,7 @@ class Proc:
     slots: tuple[int, ...]
     command: tuple[str, ...]
     environ: Mapping[str, str]  # complete
+    is_agent: bool = False  # of a foreign launcher: the workers are its children
 
 
 class Child:

@@ -283,7 +283,7 @@ class _Supervisor:
             self.tell(complaint)
         if self.watch.log_folder is not None:
             self._tell_all(banner.ended(team.children, child, record))
-        if child.proc.tag or len(child.proc.slots) > 1 or end.by_signal:  # a helper without a name speaks for itself
+        if child.proc.tag or child.proc.is_agent or end.by_signal:  # a helper without a name speaks for itself
             self._tell_all(failure.block(record, nodes=self.watch.nodes))
         return replace(self._finish(code, record), stop=stop)
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.errors import ExitCode
@@ -73,7 +74,7 @@ class Team:
             "LOCKSTEP_WORK": str(self.work),
             processes.RUN_ID: self.run_id,
         }
-        mine = Proc(proc.tag, proc.slots, proc.command, {**proc.environ, **own})
+        mine = replace(proc, environ={**proc.environ, **own})
         child = Child(mine, output, arm=link.dying_with(os.getpid()), reaper=self._reaper)
         self.children.append(child)
         self._listen(child)
@@ -104,8 +105,9 @@ class Team:
                 child.send(signal.SIGTERM if number == signal.SIGINT and self._is_starting(child) else number)
 
     def _is_starting(self, child: Child) -> bool:
-        """Whether this worker has not come to its first line: Python would answer SIGINT with a traceback and a 1."""
-        return bool(child.proc.tag) and not any(self.beats.read(slot).pid for slot in child.proc.slots)
+        """Whether no worker has come to its first line: Python would answer SIGINT with a traceback and a 1."""
+        named = bool(child.proc.tag) or child.proc.is_agent
+        return named and not any(self.beats.read(slot).pid for slot in child.proc.slots)
 
     def overdue(self, grace: float, passed: float) -> bool:
         """Whether a worker that was asked to stop goes on, or stays where it is although another has ended.
@@ -236,8 +238,8 @@ class Team:
         self._selector.unregister(handle)
         assert child.code is not None
         slots = [slot for slot in child.proc.slots if slot not in self.ends]
-        if len(child.proc.slots) > 1 and child.code:  # an agent: whose failure does it pass on?
-            if any(self.ends[slot].code for slot in child.proc.slots if slot in self.ends):
+        if child.proc.is_agent and child.code:  # whose failure does it pass on?
+            if not slots or any(self.ends[slot].code for slot in child.proc.slots if slot in self.ends):
                 return
             told = [slot for slot in slots if self.record(slot)]
             slots = (sorted(told, key=lambda slot: bool(self.record(slot).get("secondary"))) or slots)[:1]
@@ -282,7 +284,7 @@ class Team:
 
     def _is_aftermath(self, slot: int) -> bool:
         """Whether an agent has ended this worker because another had lost a peer."""
-        agents = [child.proc.slots for child in self.children if len(child.proc.slots) > 1]
+        agents = [child.proc.slots for child in self.children if child.proc.is_agent]
         return any(
             slot in slots and self.ends[other].secondary for slots in agents for other in slots if other in self.ends
         )

@@ -53,7 +53,7 @@ def agent(command: Sequence[str], gpus: Sequence[int], *, cpu: bool, environ: Ma
     if not cpu:
         visible = ",".join(map(str, gpus))
         variables |= {"CUDA_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": visible}
-    return Proc(tag="", slots=tuple(range(len(gpus))), command=tuple(command), environ=variables)
+    return Proc("", tuple(range(len(gpus))), tuple(command), variables, is_agent=True)
 
 
 def exit_code_of(agent_output_tail: str) -> int | None:
