@@ -158,7 +158,7 @@ def test_pip_never_leaves_the_venv(environment: ModuleType, monkeypatch: pytest.
 
 
 def test_no_python_is_a_clear_message(tmp_path: Path) -> None:
-    for tool in ("dirname", "cat"):
+    for tool in ("dirname", "readlink", "cat"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     (tmp_path / "python3").write_text("#!/bin/sh\necho Python 3.9.1; exit 1\n", encoding="utf-8")
     (tmp_path / "python3").chmod(0o755)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on several GPUs: ./launch_multi_gpu.sh [GPUs or all, default 2] [config file] [flags of train.py]
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+here="$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source "$here/python.sh"
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/train.py" --help ;; esac
 case "${1:-}" in

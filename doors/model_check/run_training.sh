@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prepare the data, then train; every argument goes to the trainer. Lines look like `GPU0:INFO | [GPU 0] Step ...`.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+here="$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source "$here/python.sh"
 exec "$PYTHON" -m lockstep.compat run_training.sh "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on the GPU that nvidia-smi calls least busy: ./train_auto_gpu.sh [flags of pretrain_main.py]
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+here="$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source "$here/python.sh"
 if [[ " $* " != *" --help "* && " $* " != *" -h "* ]]; then
     gpu="$("$PYTHON" -m lockstep.compat idlest_gpu)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on one GPU: ./train_gpu.sh [NUMBER, default 0] [flags of pretrain_main.py]
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+here="$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 gpu=0
 if [[ $# -gt 0 && "$1" != -* ]]; then
     gpu="$1"

@@ -89,7 +89,7 @@ def test_train_auto_gpu_with_an_nvidia_smi_that_knows_the_documented_query_only(
 
 
 def test_train_auto_gpu_without_nvidia_smi(python3: Path) -> None:
-    for tool in ("bash", "sh", "dirname", "cat"):
+    for tool in ("bash", "sh", "dirname", "readlink", "cat"):
         (python3 / tool).symlink_to(str(shutil.which(tool)))
     answer = bash(str(MODEL_CHECK / "train_auto_gpu.sh"), PATH=str(python3))
     assert answer.returncode == 1
@@ -133,6 +133,25 @@ def test_visible_gpus_by_uuid_in_the_given_order(smi: Smi, monkeypatch: pytest.M
     assert visible_gpus()[0].free_bytes == 1 << 20
 
 
+def test_every_script_finds_its_folder(tmp_path: Path) -> None:
+    """Also by a link, and where CDPATH is exported: `cd` then prints where it went, into what is taken for a path.
+
+    A stand-in for Python says what it was asked, and its own name where setup/environment.py would say which to use."""
+    stand_in = '#!/bin/sh\ncase "$1" in */setup/environment.py) [ -f "$1" ] && echo "$0" ;; *) echo "$@" ;; esac\n'
+    for name in ("python3.13", "python3"):
+        (tmp_path / name).write_text(stand_in, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    scripts = [ROOT / ".ci" / "run", *ROOT.glob("*.sh"), *ROOT.glob("doors/*/[!p]*.sh")]  # python.sh is sourced by them
+    assert len(scripts) >= 11
+    for number, script in enumerate(scripts):
+        (link := tmp_path / str(number)).symlink_to(script)
+        for called in (link, script):
+            place = called.parents[1]
+            variables = {"CDPATH": str(place), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+            answer = bash(str(called.relative_to(place)), cwd=place, **variables)
+            assert (answer.returncode, answer.stderr) == (0, ""), called
+
+
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scripts as `lockstep init llama` puts them."""
@@ -165,6 +184,21 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python3"
 
 
+def test_lockstep_alone_makes_no_interpreter(bare_python: Path, tmp_path: Path) -> None:
+    """PYTHONPATH gives lockstep to a python3 that has nothing else, or all but torch; `init` has noted a good one."""
+    compat.init("llama", tmp_path)
+    good = tmp_path / "good"
+    good.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "good $@"\n', encoding="utf-8")
+    good.chmod(0o755)
+    (tmp_path / ".lockstep-python").write_text(str(good), encoding="utf-8")
+    (packages,) = bare_python.parents[1].glob("lib/python3*/site-packages")
+    path = f"{bare_python.parent}:/usr/bin:/bin"
+    for given in ("nothing", "pydantic"):
+        (packages / f"{given}.py").touch()
+        answer = bash(str(tmp_path / "run.sh"), "--dry-run", PATH=path, PYTHONPATH=str(ROOT / "src"))
+        assert answer.stdout == "good -m lockstep.compat run.sh --dry-run\n", (given, answer.stderr)
+
+
 def test_an_interpreter_without_the_package_prints_the_install_command(bare_python: Path, tmp_path: Path) -> None:
     for script in ("pretrain_main.py", "prepare_dataset.py"):
         command = [str(bare_python), "-E", str(MODEL_CHECK / script), "--help"]  # -E: test.sh may have set PYTHONPATH
@@ -174,7 +208,7 @@ def test_an_interpreter_without_the_package_prints_the_install_command(bare_pyth
         assert "Traceback" not in answer.stderr
     compat.init("llama", tmp_path)
     (tmp_path / ".lockstep-python").unlink()
-    for tool in ("dirname", "cat"):
+    for tool in ("dirname", "readlink", "cat"):
         (bare_python.parent / tool).symlink_to(str(shutil.which(tool)))
     answer = subprocess.run(
         [str(shutil.which("bash")), str(tmp_path / "run.sh")],
