@@ -278,21 +278,24 @@ def test_an_older_place_is_read_and_never_written(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- places that are odd
 
 
-def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("root", ["file", "file/root", "/proc/root"])
+def test_a_place_that_cannot_be_made(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
-    with pytest.raises(LockstepError) as caught:
-        open_or_build(KEY, [tmp_path / "file" / "root"], fill)
-    assert caught.value.exit_code in (ExitCode.IO, ExitCode.CANNOT_CREATE)
+    with pytest.raises(OutputError) as caught:
+        open_or_build(KEY, [tmp_path / root], fill)
+    assert (caught.value.exit_code, caught.value.where) == (ExitCode.CANNOT_CREATE, str(tmp_path / root))
+    assert "data.cache_dir=DIR" in caught.value.hint
 
 
-def test_a_full_disk_is_said_with_its_place(tmp_path: Path) -> None:
-    def full(folder: Path) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(("error", "said"), [(OSError(28, "is full"), "MiB free"), (OSError(2, "is gone"), "writable")])
+def test_a_build_that_fails_is_said_with_its_place(tmp_path: Path, error: OSError, said: str) -> None:
+    def failing(folder: Path) -> None:
+        raise error
 
-    with pytest.raises(LockstepError, match="No space left") as caught:
-        open_or_build(KEY, [tmp_path], full)
+    with pytest.raises(LockstepError, match=error.strerror) as caught:
+        open_or_build(KEY, [tmp_path], failing)
     assert caught.value.exit_code == ExitCode.IO
-    assert "MiB free" in str(caught.value)
+    assert said in str(caught.value)
     assert not (tmp_path / KEY).exists()
 
 

@@ -123,3 +123,12 @@ def test_nothing_piped_is_refused(
     assert "Traceback" not in ended.text
     monkeypatch.setattr(sys, "stdin", None)
     assert lockstep("train", "llama", "tiny", "--data-path", "-", *QUICK).code == 2
+
+
+def test_text_from_a_pipe_needs_a_place(
+    in_dir: Path, lockstep: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (in_dir / "file").touch()
+    piped(monkeypatch, "text")
+    ended = lockstep("train", "llama", "tiny", "--data-path", "-", "data.cache_dir=file", *QUICK)
+    assert (ended.code, "try: data.cache_dir=DIR" in ended.err) == (73, True), ended.text

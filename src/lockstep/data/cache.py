@@ -54,6 +54,7 @@ MEMO = "lockstep-hashes.json"  # hashes of large source files, kept by the sourc
 PIPED = r"stdin-[0-9a-f]{16}\.(txt|jsonl)(\.(gz|bz2|xz|zst))?"
 LOOSE = re.compile(rf"{re.escape(MEMO)}|lockstep-hub\.json(\.lock)?|{PIPED}")  # of no one key
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+NO_PLACE = (errno.EEXIST, errno.ENOENT, errno.ENOTDIR)  # where no folder can be made: a file, something below it, /proc
 ALWAYS_HASHED_BYTES = 32 << 20  # caches up to this size are hashed whole on every opening: a few hundredths of a second
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096
 
@@ -268,8 +269,8 @@ def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) ->
 
 
 def _refused(error: OSError, root: Path, *, what: str, doing: str, hint: str) -> LockstepError:
-    """An OSError as a user should read it: a place that may only be read has its own words."""
-    if error.errno not in READ_ONLY:
+    """An OSError as a user should read it: a place that may only be read, or is no folder, has its own words."""
+    if error.errno not in READ_ONLY and (error.errno not in NO_PLACE or root.is_dir()):
         return io_error(error, root, doing=doing)
     return OutputError(f"{what}: {error.strerror or error}", where=str(root), hint=hint)
 

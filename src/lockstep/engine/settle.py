@@ -112,9 +112,7 @@ def _from_stdin(options: DataOptions) -> Path:
             where="data.data_path -",
             hint="cat FILE | lockstep train ... --data-path -",
         )
-    folder = cache_roots(options)[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    return registry.load("sources", "text", "spool")(sys.stdin.buffer, folder).absolute()
+    return registry.load("sources", "text", "spool")(sys.stdin.buffer, cache_roots(options)[0]).absolute()
 
 
 def _dataset(options: DataOptions) -> tuple[str, str]:
