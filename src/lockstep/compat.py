@@ -107,22 +107,20 @@ def _launch(loaded: Loaded, begin: Start, argv: Sequence[str]) -> int:
     from lockstep.start import start
 
     folder = _free_log_folder()
-    where = f"Log directory: {folder}"
     try:
         folder.mkdir()
     except OSError as error:
         raise OutputError(f"cannot create the log folder: {error.strerror or error}", where=str(folder)) from error
     begin = replace(begin, log_folder=folder, how="workers" if begin.how == "auto" else begin.how)
-    say(where)
     code = guard.run(lambda: start(loaded, begin), argv)
     if not folder.is_dir():  # somebody tidied up meanwhile
         return code
     if not any(folder.iterdir()):  # refused before anything could be logged
         folder.rmdir()
         return code
-    say(where)
+    begin.told(f"Log directory: {folder}")
     if code == ExitCode.DONE:
-        say("[SUCCESS] All GPU training completed successfully")
+        begin.told("[SUCCESS] All GPU training completed successfully")
     return code
 
 

@@ -209,7 +209,7 @@ def launch(argv: Sequence[str]) -> int:
     full = [*words, *placed]
     loaded = resolve(DOOR, *parse(DOOR, full))
     DOOR.ready(asked, loaded)
-    say(*_banner(loaded, workers, adjusted))
+    guard.mention(*_banner(loaded, workers, adjusted))
     begin = replace(Start.of(("lockstep.compat", TRAINER), full, asked), opening=DOOR.opening)
     begin = replace(begin, listeners=DOOR.listeners, how="torchrun" if begin.how == "auto" else begin.how)
     return start(loaded, begin)

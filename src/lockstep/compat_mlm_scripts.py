@@ -179,7 +179,7 @@ class _Told:
         self.log = log
 
     def __call__(self, *lines: str) -> None:
-        say(*lines)
+        guard.mention(*lines)
         self._keep("".join(f"{line}\n" for line in lines))
 
     def complain(self, text: str, kind: guard.Kind) -> None:

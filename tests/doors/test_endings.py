@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,9 @@ import pytest
 
 from lockstep import compat
 from lockstep.errors import ExitCode, Stopped
+from lockstep.launch.supervise import Outcome, Watch
 from tests.doors.test_model_check import QUICK, TEST_CONFIG, Run
+from tests.doors.windows import make
 
 
 @pytest.mark.parametrize("script", ["pretrain_main.py", "run.sh"])
@@ -26,6 +30,48 @@ def test_a_gpu_that_is_not_there_never_becomes_the_cpu(
     assert outcome.code == 2
     assert "CUDA_VISIBLE_DEVICES=9 names none of the GPUs 0-1" in outcome.err
     assert list((in_dir / "logs").iterdir()) == [], "refused before anything was made"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--gpus", "x"], ExitCode.USAGE), (["--data-path", "missing.txt"], ExitCode.NOT_FOUND)]
+)
+def test_no_folder_of_logs_is_named_that_is_not_there(
+    door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int
+) -> None:
+    monkeypatch.setattr(compat, "LOG_ROOT", in_dir)
+    outcome = door("run.sh", *QUICK, *words)
+    assert (outcome.code, list(in_dir.glob("model_check_logs_*"))) == (code, [])
+    assert "Log directory" not in outcome.text
+
+
+@pytest.mark.parametrize("words", [["run.sh"], ["launch_training.sh"], ["run_multi_gpu_training.sh", "builtin"]])
+def test_a_full_disk_behind_the_screen_keeps_nobody_from_training(
+    door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Neither before the first step nor after the last one."""
+    make(in_dir / "shakespeare_processed")
+    opened = contextlib.ExitStack()
+    rounds: list[Watch] = []
+
+    def fill() -> None:  # anew: one that was complained of is silent
+        full = opened.enter_context(Path("/dev/full").open("w"))  # noqa: SIM115 - `opened` closes it
+        monkeypatch.setattr(sys, "stdout", full)
+
+    def trained(_procs: object, watch: Watch, *_: object) -> Outcome:
+        rounds.append(watch)
+        if watch.log_folder:
+            (watch.log_folder / "gpu_0.log").touch()
+        fill()
+        return Outcome(ExitCode.DONE)
+
+    monkeypatch.setattr("lockstep.launch.supervise.supervise", trained)
+    monkeypatch.setattr("lockstep.probe.measure", lambda *_, **__: "not asked")
+    monkeypatch.setattr(compat, "LOG_ROOT", in_dir)
+    with opened:
+        fill()
+        outcome = door(*words, "--device", "cpu", "--gpus", "2")
+    assert (outcome.code, bool(rounds)) == (ExitCode.DONE, True), outcome.err
+    assert outcome.err.endswith("cannot write: No space left on device. Training goes on without it\n")
 
 
 def test_a_run_is_named_after_its_file(door: Run, in_dir: Path) -> None:
