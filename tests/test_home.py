@@ -19,3 +19,4 @@ def test_alone_it_proposes_a_prompt_that_suits_the_last_run(lockstep: Run, in_di
     assert 'lockstep sample one "The"' in lockstep().out
     write_json(in_dir / "runs" / "one" / "config.json", {"family": "mlm"})
     assert 'lockstep sample one "the [MASK] sat"' in lockstep().out
+    assert 'try: lockstep sample runs/one "the [MASK] sat"' in lockstep("sample", "one").err

@@ -84,13 +84,13 @@ def home() -> str:
     lines += [f"  {run.name}  {_state(RunDir(run))}" for run in runs] or ["  none yet"]
     lines += ["", "try", f"  lockstep train llama {'production' if gpus else 'demo'}"]
     saved = next((run for run in runs if any(RunDir(run).checkpoints.glob(f"step_*/{MANIFEST}"))), None)
-    lines += [f"  lockstep sample {saved.name}{_prompt(saved)}"] if saved else ["  lockstep config list"]
+    lines += [f"  lockstep sample {saved.name}{prompt_of(saved)}"] if saved else ["  lockstep config list"]
     lines += ["  lockstep check --quick"] if gpus else []
     lines += ["  lockstep --help"]
     return "\n".join(lines)
 
 
-def _prompt(run: Path) -> str:
+def prompt_of(run: Path) -> str:
     """What its model can do something with: encoders fill blanks, agents walk unasked."""
     return {"mlm": ' "the [MASK] sat"', "ad": ""}.get(family_of(run), ' "The"')
 

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.arguments import Setting
 from lockstep.errors import ConfigError, ExitCode, OutputError
 from lockstep.guard import say
-from lockstep.home import family_of, find_run, root_of
+from lockstep.home import family_of, find_run, prompt_of, root_of
 
 AGENTS = "ad"  # the family that walks; the others speak
 OF_TEXTS = (
@@ -37,7 +37,7 @@ def sample(arguments: Namespace, _: list[Setting]) -> int:
         return ExitCode.DONE
     _refuse(given, OF_TEXTS, "is for agents (family ad), and this run is of another family")
     if arguments.prompt is None:
-        raise ConfigError("what shall it say?", where="PROMPT", hint=f'lockstep sample {path} "Once upon a time"')
+        raise ConfigError("what shall it say?", where="PROMPT", hint=f"lockstep sample {path}{prompt_of(path)}")
     from lockstep.engine.inference import sample_run
 
     asked = {FIELDS.get(name, name): value for name, value in given.items()}
