@@ -173,7 +173,8 @@ def check_fits(loaded: Loaded) -> None:
     env.hide(hub.token_of(config.data.hf_token))
     try:
         config.check()
-        if shapes.known(config.model.model_path) is not None:
+        path = config.model.model_path
+        if shapes.is_own(path) or shapes.known(path) is not None:
             shapes.resolve(config.model, context_length=config.training.context_length)
     except LockstepError as error:
         origin = loaded.origins.get(error.where)

@@ -156,6 +156,12 @@ def test_on_the_command_line(lockstep: Run, in_dir: Path, words: list[str], flag
     assert says in result.err
 
 
+def test_a_shape_of_ours_that_is_not_there_is_told_of_before_anything_is_fetched(lockstep: Run) -> None:
+    result = lockstep("train", "llama", "tiny", "--dry-run", "--model-path", "lockstep/tinny")
+    assert (result.code, result.out) == (66, "")
+    assert "try: did you mean 'lockstep/tiny'?" in result.err
+
+
 def test_there_are_enough_cases() -> None:
     assert len(IN_A_FILE) >= 60
     assert len({re.sub(r"\d+", "", text) for text, *_ in IN_A_FILE}) >= 60

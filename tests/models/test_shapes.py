@@ -144,6 +144,15 @@ def test_a_folder_that_brings_code_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert f"{tmp_path} asks for code of its own (auto_map), which is never run" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["lockstep/llama-tiny", "Lockstep/tinny"])
+def test_names_of_ours_are_never_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(NotFoundError, match=f"no model '{name}': not a known shape, not a folder") as caught:
+        resolve(options(name), context_length=8)
+    assert "lockstep/tiny, lockstep/demo, lockstep/small" in caught.value.hint
+    assert caught.value.hint.startswith("did you mean 'lockstep/tiny'?")
+
+
 @pytest.mark.parametrize("name", ["nobody/nothing", "lama-3.1-8b", "/no/such/folder", "a/b/c", "../x", "x/.."])
 def test_what_is_not_there_is_one_message(name: str) -> None:
     with pytest.raises(NotFoundError) as caught:

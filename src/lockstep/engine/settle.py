@@ -155,7 +155,7 @@ def _tokenizer(config: RunConfig, dataset: str) -> tuple[str, str] | None:
     if existing(f"{config.model.model_path}/tokenizer.json"):
         return None
     reason = ""
-    if hub.looks_like_id(path) and not path.startswith("lockstep/") and not (reason := _why_not(config, path)):
+    if hub.looks_like_id(path) and not shapes.is_own(path) and not (reason := _why_not(config, path)):
         return path, f"{data.data_path} has no tokenizer.json: its ids are taken for those of {path}" if ready else ""
     if config.family == "llada" and config.model.init == "pretrained" and not ready:
         raise NotFoundError(

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HF_DTYPES", "ITEM_BYTES", "KNOWN", "AgentShape", "AnyShape", "EncoderShape", "LlamaShape", "Lora", "Memory",
-    "RopeScaling", "Shape", "Sharing", "chunk_tokens", "from_hf", "full_name", "known", "memory_bytes", "names",
-    "resolve", "with_tokens",
+    "RopeScaling", "Shape", "Sharing", "chunk_tokens", "from_hf", "full_name", "is_own", "known", "memory_bytes",
+    "names", "resolve", "with_tokens",
 ]  # fmt: skip
 
+OWN = "lockstep/"  # names of shapes here, never of the hub
 DOCUMENTED_WEIGHTS = "mlm_model.pth"  # of the result folder of masked-LM
 ADAPTER_CONFIG = "adapter_config.json"  # of the peft package
 AnyShape = LlamaShape | EncoderShape | AgentShape
@@ -104,6 +105,11 @@ def full_name(name: str) -> str:
     return next((full for full in KNOWN if wanted in (full.lower(), full.lower().partition("/")[2])), name)
 
 
+def is_own(name: str) -> bool:
+    """Whether a name is one of ours, or meant to be."""
+    return full_name(name).lower().startswith(OWN)
+
+
 def names(options: type[ModelOptions]) -> tuple[str, ...]:
     """The known shapes that these options can ask for."""
     from lockstep.models.options import AgentOptions, EncoderOptions, LladaOptions
@@ -169,7 +175,7 @@ def _check_pretrained(options: ModelOptions, base: AnyShape, shape: AnyShape) ->
     from lockstep.models.options import LladaOptions
 
     path = options.model_path
-    if full_name(path).startswith("lockstep/") and not expanded(path).is_dir():
+    if is_own(path) and not expanded(path).is_dir():
         raise ConfigError(
             f"{path!r} is a shape without weights",
             where="model.init",
@@ -219,7 +225,7 @@ def _base(options: ModelOptions, token: str | None) -> AnyShape:
         )
     if folder.is_file():
         raise NotFoundError(f"{model_path!r} is a file", where="model.model_path", hint=f"{folder.parent}, its folder")
-    if not looks_like_id(model_path):
+    if is_own(model_path) or not looks_like_id(model_path):
         raise NotFoundError(
             f"no model {model_path!r}: not a known shape, not a folder",
             where="model.model_path",
