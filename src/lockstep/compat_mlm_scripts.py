@@ -209,12 +209,12 @@ def configurations(argv: Sequence[str], source: str | None = None) -> int:
     if command not in COMMANDS:
         guard.complain_plainly(f"Error: Unknown command '{command[:80]}'. Available: {list(COMMANDS)}")
         return ExitCode.USAGE
+    if len(names) != (command != "list"):
+        say(USAGE)
+        return ExitCode.FAILED if not names else ExitCode.USAGE
     if command == "list":
         say(named_configs.listing(configs))
         return ExitCode.DONE
-    if len(names) != 1:
-        say(USAGE)
-        return ExitCode.FAILED if not names else ExitCode.USAGE
     if names[0] not in configs:
         guard.complain_plainly(f"Error: Configuration '{names[0][:80]}' not found. Available: {list(configs)}")
         return ExitCode.USAGE

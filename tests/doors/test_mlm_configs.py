@@ -122,6 +122,8 @@ def test_an_unknown_name_or_command_lists_what_there_is(door: Run, in_dir: Path)
     assert result.code == 2
     assert result.err == f"Error: Configuration 'nope' not found. Available: {list(TOTALS)}\n"
     assert configs(door, "info", "nope").code == 2
+    assert {configs(door, *words).code for words in (("list", "extra"), ("info", "nope", "extra"))} == {2}
+    assert "Usage:" in configs(door, "list", "extra").out
     result = configs(door, "nope")
     assert result.code == 2
     assert all(word in result.err for word in ("list", "info", "generate"))

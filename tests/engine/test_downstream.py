@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,8 @@ def test_an_encoder_that_forgot_is_told_so() -> None:
     rows, labelled = two_kinds(600)
     found = compare(Knowing(5), lambda _: Knowing(None), rows, labelled, How(seeds=3))
     assert found.verdict.startswith("pretraining harms")
+    assert found.lines()[0].endswith(", 3 seeds")
+    assert replace(found, how=How(seeds=1)).lines()[0].endswith(", 1 seed")
 
 
 @pytest.mark.parametrize("method", ["probe", "finetune"])

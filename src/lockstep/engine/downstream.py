@@ -248,8 +248,9 @@ class Comparison:
         title = {"probe": "Linear probe on the frozen encoder", "finetune": f"Fine-tuning, epochs: {self.how.epochs}"}
         cut = [f"  cut     {self.cut:,} texts are longer than a row: their beginning counts"] if self.cut else []
         sides = (("pretrained", self.pretrained), ("random first weights", self.random))
+        seeds = f"{self.how.seeds} seed{'s' * (self.how.seeds != 1)}"
         return [
-            f"{title[self.how.method]}: {count:,} texts, {len(self.labelled.names)} labels, {self.how.seeds} seeds",
+            f"{title[self.how.method]}: {count:,} texts, {len(self.labelled.names)} labels, {seeds}",
             f"  split   {count - test:,} to learn from, {test:,} to test, by the hash of seed and text",
             *cut,
             f"  {'most frequent label':<22} {self.frequent:.4f}",
