@@ -125,6 +125,7 @@ def test_an_epoch_is_validated_saved_and_told(tmp_path: Path) -> None:
     events = told(recorder, "epoch")
     assert [event["step"] for event in events] == ends
     assert [(event["epoch"], event["epochs"]) for event in events] == [(1, 3), (2, 3), (3, 3)]
+    assert [event["whole"] for event in events] == [True, True, False]
     assert [event["step"] for event in told(recorder, "eval")] == ends
     assert [event["step"] for event in told(recorder, "save")] == ends
     assert [event["val_loss"] for event in events] == [event["val_loss"] for event in told(recorder, "eval")]

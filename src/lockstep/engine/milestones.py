@@ -95,6 +95,7 @@ def end_epoch(parts: Parts) -> None:
             step=progress.step,
             epoch=epoch + 1,
             epochs=epochs.count,
+            whole=whole,
             train_loss=progress.train_losses[epoch],
             val_loss=progress.val_losses[epoch],
             seconds=seconds,

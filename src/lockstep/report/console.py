@@ -19,6 +19,7 @@ from lockstep.report.words import (
     Summary,
     folded,
     format_buckets,
+    format_cut,
     format_duration,
     format_estimate,
     format_eta,
@@ -246,6 +247,7 @@ class ConsoleSink:
         losses = (fields[name] if fields[name] is not None else math.nan for name in ("train_loss", "val_loss"))
         train, val = map(format_number, losses)
         facts = {name: fields[name] for name in ("epoch", "epochs", "seconds")}
+        facts["end"] = format_cut(fields) or self._words.whole
         duration, gpu = format_duration(fields["seconds"]), "".join(f" | {part}" for part in self._gpu())
         lr = self._last.lr if self._last else 0.0
         for line in self._words.epoch:

@@ -94,12 +94,22 @@ def format_estimate(fields: Mapping[str, Any]) -> str:
     return f"Estimated time: about {format_about(fields['seconds'])} ({what})"
 
 
+def format_cut(fields: Mapping[str, Any]) -> str:
+    """How far an epoch has come in which the run has ended; nothing of a whole one."""
+    if fields.get("whole", True):
+        return ""
+    begin, end = (math.ceil(each * fields["epoch_steps"] - 1e-9) for each in (fields["epoch"] - 1, fields["epoch"]))
+    done, steps = fields["step"] - begin, end - begin
+    return f" ended after {done:,} of {_plural(steps, 'step')}" if done < steps else f" ended after {_plural(done, 'step')}"
+
+
 @dataclass(frozen=True)
 class Wording:
     """The lines that the guide of a family documents, where they are not the usual ones."""
 
     outcome: str = "Training completed successfully!"
-    epoch: tuple[str, ...] = ("Epoch {epoch}/{epochs} | {duration}{gpu}", "Train Loss: {train} | Val Loss: {val}")
+    epoch: tuple[str, ...] = ("Epoch {epoch}/{epochs}{end} | {duration}{gpu}", "Train Loss: {train} | Val Loss: {val}")
+    whole: str = ""  # the end of a whole epoch; one that was cut tells how far it came
     results: str = "{family} model saved to {path}"
     first: str = ""  # of the first loss, beside what it must be
     best: bool = False  # whether the end tells the best validation loss of all
@@ -116,11 +126,12 @@ WORDINGS = {
     "llada": Wording(
         outcome="Training completed!",
         epoch=(
-            "Epoch {epoch}/{epochs} completed in {seconds:.2f}s",
+            "Epoch {epoch}/{epochs}{end} in {seconds:.2f}s",
             "Train Loss: {train}",
             "Val Loss: {val}",
             "Learning Rate: {lr:.6f}",
         ),
+        whole=" completed",
         results="Checkpoint saved to {path}",
         first="First loss {loss:.4f}, expected initial bound {expected:.4f} (where these tokens are hidden)",
         best=True,
