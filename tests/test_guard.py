@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from lockstep import cli, compat, guard
 from lockstep.errors import ExitCode, LockstepError, Stopped
 from lockstep.report.logs import close_logging
+from lockstep.runtime.env import Env
 
 Program = Callable[[], int]
 MAINS: dict[str, Callable[[list[str]], int]] = {
@@ -221,6 +223,15 @@ def test_every_way_out(
     ((text, how),) = told
     assert how == kind
     assert text.startswith(said)
+
+
+def test_the_launcher_hears_all_of_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(guard, "_place", lambda: Env(launcher="torchrun"))
+    monkeypatch.setattr("lockstep.launch.link.attach", lambda _: SimpleNamespace(fail=told.append))
+    for error in (LockstepError("two\n    lines", where="w", hint="h"), ValueError("one\nof many"), ValueError()):
+        guard.run(raising(error), (), lambda *_: None)
+    assert [record["cause"] for record in told] == ["w: two lines", "one", "ValueError"]
 
 
 def test_a_broken_pipe_is_silent() -> None:

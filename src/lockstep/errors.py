@@ -45,11 +45,19 @@ class LockstepError(Exception):
         if exit_code is not None:
             self.exit_code = exit_code
 
+    @property
+    def cause(self) -> str:
+        """All but the hint."""
+        return f"{self.where}: {self.what}" if self.where else self.what
+
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.what}" if self.where else self.what]
-        if self.hint:
-            lines.append(f"  try: {self.hint}")
-        return "\n".join(lines)
+        return "\n".join([self.cause, *([f"  try: {self.hint}"] if self.hint else [])])
+
+
+def cause_of(error: BaseException) -> str:
+    """Why, on one line: all that we say, and the first line of others, who may go on for pages."""
+    lines = error.cause.splitlines() if isinstance(error, LockstepError) else str(error).splitlines()[:1]
+    return " ".join(line.strip() for line in lines)
 
 
 class ConfigError(LockstepError):

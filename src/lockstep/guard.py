@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TextIO
 
 from lockstep import __version__
-from lockstep.errors import ExitCode, LockstepError, NotFoundError, Stopped
+from lockstep.errors import ExitCode, LockstepError, NotFoundError, Stopped, cause_of
 from lockstep.runtime import env
 from lockstep.runtime.signals import UNSTOPPABLE
 
@@ -120,7 +120,7 @@ def _tell_launcher(error: BaseException, code: int) -> None:
     from lockstep.launch.link import attach
 
     if not isinstance(error, Stopped):
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = cause_of(error) or type(error).__name__
         record = {"exit_code": code, "rank": place.rank, "gpu": place.tag, "node": place.node, "kind": "exception"}
         more = {"secondary": getattr(error, "secondary", False), "next": getattr(error, "hint", "")}
         attach(place).fail(record | more | {"cause": env.redact(cause)})

@@ -15,7 +15,7 @@ from lockstep.engine import loop, milestones, replicas, shortage
 from lockstep.engine.build import Plan
 from lockstep.engine.parts import Parts
 from lockstep.engine.present import resume_command
-from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped
+from lockstep.errors import ExitCode, LockstepError, MemoryShortageError, NonFiniteError, Stopped, cause_of
 from lockstep.launch import failure
 from lockstep.launch.link import Link
 from lockstep.rundir import RunDir
@@ -120,7 +120,7 @@ def describe(error: BaseException, place: env.Env, *, step: int | None) -> dict[
     shown = error.__cause__ if isinstance(error, MemoryShortageError) and error.__cause__ else error
     trace = "".join(traceback.format_exception(shown)).splitlines()[-TRACE_LINES:]
     explained = isinstance(error, LockstepError)
-    cause = str(error).splitlines()[0] if str(error) else ""
+    cause = cause_of(error)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(ExitCode.FAILED)
         explained, cause = True, f"exited with code {code}"
