@@ -23,6 +23,7 @@ from lockstep.objectives.mlm import Mlm
 from lockstep.objectives.options import MlmOptions
 from lockstep.report.jsonl import read_events
 from lockstep.runtime import gpu_facts
+from lockstep.runtime.env import Env
 from lockstep.runtime.gpu_facts import Facts, Sampler
 from lockstep.runtime.group import Group
 from tests import fake_smi
@@ -296,7 +297,7 @@ def test_a_rehearsed_run_that_was_estimated_has_the_same_bits(tmp_path: Path, mo
     assert run(tmp_path / "estimated", settings, family="mlm")[1].trace == plain
 
 
-def test_the_rows_of_all_workers_are_gathered() -> None:
+def test_the_rows_of_all_workers_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of replicas, which train alone: the group is everyone's."""
     told: list[Any] = []
 
@@ -312,6 +313,9 @@ def test_the_rows_of_all_workers_are_gathered() -> None:
     assert [each["name"] for each in both] == ["CPU 1", "other"]
     assert told[0]["samples_per_second"] == 10 * 8 / 2.0
     assert told[0]["utilisation"] is None
+    monkeypatch.setattr("lockstep.runtime.env.detect", lambda: Env(node=1, nodes=2, tag="GPU0"))
+    (far, _) = usage.gather(parts, Two(1, 2), Sampler(None), seconds=9.0)
+    assert far["name"] == "node 1 GPU 0", "each node has a GPU 0"
 
 
 # --------------------------------------------------------------------------------------------------------------- doubts

@@ -45,7 +45,7 @@ def test_other_workers_leave_the_results_to_the_first(screen: io.StringIO) -> No
 
 def test_a_row_for_each_worker() -> None:
     workers = [
-        {"name": f"GPU {n}", "seconds": 7505.0 + n, "samples_per_second": 1234.56, "peak_memory_bytes": 3 << 29,
+        {"name": f"node 1{n} GPU 1{n}", "seconds": 7505.0 + n, "samples_per_second": 1234.56, "peak_memory_bytes": 3 << 29,
          "utilisation": 97.4 if n else None}
         for n in range(2)
     ]  # fmt: skip
@@ -53,8 +53,8 @@ def test_a_row_for_each_worker() -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("  worker"))
     assert [line.split() for line in lines[at : at + 3]] == [
         ["worker", "time", "samples/s", "peak", "memory", "GPU", "use"],
-        ["GPU", "0", "2", "h", "05", "min", "05", "s", "1,234.6", "1.50", "GiB", "n/a"],
-        ["GPU", "1", "2", "h", "05", "min", "06", "s", "1,234.6", "1.50", "GiB", "97", "%"],
+        ["node", "10", "GPU", "10", "2", "h", "05", "min", "05", "s", "1,234.6", "1.50", "GiB", "n/a"],
+        ["node", "11", "GPU", "11", "2", "h", "05", "min", "06", "s", "1,234.6", "1.50", "GiB", "97", "%"],
     ]
     assert max(map(len, lines)) <= 80
 

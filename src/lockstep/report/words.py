@@ -13,6 +13,7 @@ from lockstep.contracts import StepRecord
 from lockstep.report.logs import COLUMNS
 
 LABEL_COLUMNS = 13
+WORKER_COLUMNS = 16  # with the number of its node
 MUCH_WAITING = 0.2  # of the time: worth a line
 
 
@@ -287,11 +288,11 @@ class Summary(_Facts):
 
 def _usage(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     """How each GPU was used, a row for each."""
-    lines = [f"  {'worker':<{LABEL_COLUMNS - 1}}{'time':>16}{'samples/s':>13}{'peak memory':>14}{'GPU use':>10}"]
+    lines = [f"  {'worker':<{WORKER_COLUMNS}}{'time':>16}{'samples/s':>13}{'peak memory':>14}{'GPU use':>10}"]
     for worker in workers:
         rate, used = worker.get("samples_per_second") or 0.0, worker.get("utilisation")
         lines.append(
-            f"  {str(worker.get('name') or '')[:11]:<{LABEL_COLUMNS - 1}}"
+            f"  {str(worker.get('name') or '')[: WORKER_COLUMNS - 1]:<{WORKER_COLUMNS}}"
             f"{format_duration(worker.get('seconds') or 0.0):>16}{rate:>13,.1f}"
             f"{format_bytes(worker.get('peak_memory_bytes') or 0):>14}{format_utilisation(used):>10}"
         )
