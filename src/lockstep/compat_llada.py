@@ -136,7 +136,7 @@ class Lines:
             f"Vocabulary size: {fields['vocab_size']}",
             f"Starting training for {length}...",
             f"Model parameters: {fields['parameters']:,}",
-            *([f"Training on {world} GPUs"] if world > 1 else []),
+            *([f"Training on {_counted(world)}"] if world > 1 else []),
         ]
         for line in lines:
             logger.info("%s", line)
@@ -156,6 +156,13 @@ def on_cpu(loaded: Loaded) -> bool:
 
     device = loaded.config.system.device
     return device == "cpu" or (device == "auto" and not visible_gpus())
+
+
+def _counted(workers: int) -> str:
+    """So many GPUs, as documented; where there are none, what is counted works on the CPU."""
+    from lockstep.runtime.devices import visible_gpus
+
+    return f"{workers} GPUs" if visible_gpus() else f"{workers} CPU worker{'s' * (workers != 1)}"
 
 
 def _usual_precision(loaded: Loaded) -> str:
@@ -246,13 +253,14 @@ def _workers(wanted: int, loaded: Loaded) -> tuple[int, list[str], list[str]]:
 def _banner(loaded: Loaded, workers: int, found: Sequence[str]) -> list[str]:
     """The documented lines of the launcher."""
     from lockstep.compat_mlm import epochs_text
+    from lockstep.runtime.devices import visible_gpus
 
     config, training = loaded.config, loaded.config.training
     dataset = config.data.data_path or config.data.dataset_name
     return [
-        f"Launching training on {workers} GPUs with dataset: {dataset}",
+        f"Launching training on {_counted(workers)} with dataset: {dataset}",
         *found,
-        "Starting multi-GPU training with torchrun...",
+        f"Starting {'multi-GPU ' if visible_gpus() else ''}training with torchrun...",
         RULE,
         f"Dataset: {dataset}",
         f"Model: {config.model.model_path}",
@@ -261,7 +269,7 @@ def _banner(loaded: Loaded, workers: int, found: Sequence[str]) -> list[str]:
         f"Epochs: {epochs_text(loaded)}",
         f"Learning rate: {training.learning_rate}",
         f"Save directory: {config.report.results_dir}",
-        f"Number of GPUs: {workers}",
+        f"Number of GPUs: {workers}{'' if visible_gpus() else ' (CPU workers)'}",
         RULE,
     ]
 

@@ -227,6 +227,28 @@ def test_it_adjusts_to_the_gpus_that_are_there(
     adjusting = [line for line in lines if line.startswith("Adjusting")]
     words = f"Adjusting to use {there} GPUs." if there else "Adjusting to use the CPU."
     assert adjusting == ([words] if there < 4 else [])
+    counted = f"{used} GPUs" if there else "1 CPU worker"
+    assert lines[0] == f"Launching training on {counted} with dataset: shakespeare_processed"
+
+
+def test_workers_on_the_cpu_are_not_called_gpus(
+    door: Run, gpus: Callable[[int], None], started: list[tuple[Any, Start]], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    gpus(0)
+    lines = door("launch_training.sh", "2", "--gpus", "3").out.splitlines()
+    assert lines[:3] == [
+        "Launching training on 3 CPU workers with dataset: shakespeare_processed",
+        "Available GPUs: 0",
+        "Starting training with torchrun...",
+    ]
+    assert lines[-2] == "Number of GPUs: 3 (CPU workers)"
+    ((loaded, begin),) = started
+    monkeypatch.setattr(env, "detect", lambda *_: env.Env(world=3))
+    for sink in begin.listeners(loaded):
+        with caplog.at_level("INFO"):
+            sink.event("start", {"precision": "fp32", "vocab_size": 1, "parameters": 1, "max_steps": 1})
+    assert caplog.messages[-1] == "Training on 3 CPU workers"
 
 
 @pytest.fixture
