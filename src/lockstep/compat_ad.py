@@ -292,7 +292,12 @@ def evaluate(argv: Sequence[str]) -> int:
     parser = Door(EVALUATOR, "Let a trained agent loose in tasks it has not seen.", family="ad").new_parser()
     usual = f"runs/{MODEL}-darkroom-seed0"
     parser.flag("--goal-idx", "one of the unseen goals, from 0 (all)", metavar="N", type=whole(0))
-    parser.flag("--ckpt-dir", f"folder of a run, or of ckpt-<step>.pt files ({usual})", metavar="DIR", default=usual)
+    parser.flag(
+        "--ckpt-dir",
+        f"folder of a run or of ckpt-<step>.pt files, or one such file ({usual})",
+        metavar="DIR",
+        default=usual,
+    )
     parser.flag(
         "--episodes", f"one after another in each walk ({EPISODES})", metavar="N", type=whole(1), default=EPISODES
     )
@@ -312,18 +317,20 @@ def evaluate(argv: Sequence[str]) -> int:
     more = {} if asked.temperature is None else {"temperature": asked.temperature}
     found = evaluate_run(
         place, episodes=asked.episodes, repeats=asked.repeats, seed=asked.seed, goal_idx=asked.goal_idx,
-        folder=Path(asked.ckpt_dir), device=asked.device, **more,
+        folder=place.parent if place.is_file() else place, device=asked.device, **more,
     )  # fmt: skip
     say(*found.lines())
     return ExitCode.DONE
 
 
 def _trained(folder: Path) -> Path:
-    """The run in a folder, else the newest of its documented files."""
+    """The run in a folder, else the newest of its documented files; a file that was named is meant itself."""
     from lockstep.engine.agent_files import newest
     from lockstep.engine.resume import has_saved
     from lockstep.rundir import RunDir
 
+    if folder.is_file():
+        return folder
     if not folder.is_dir():
         raise NotFoundError("there is no trained agent", where=str(folder), hint=f"python {TRAINER}, or --ckpt_dir DIR")
     if has_saved(RunDir(folder)):

@@ -318,6 +318,7 @@ def test_collect_and_evaluate(whole: Path, door: Run, here: Path) -> None:
         ([], f"{RUN}/eval_result.npy"),
         (["--goal_idx", "1", "--ckpt_dir", RUN], f"{RUN}/eval_result_goal1.npy"),
         (["--ckpt-dir", "files"], "files/eval_result.npy"),
+        (["--ckpt_dir", f"files/ckpt-{STEPS}.pt"], "files/eval_result.npy"),
     ):
         result = door("evaluate.py", "--episodes", "3", "--device", "cpu", *words)
         assert result.code == 0, result.text
@@ -325,8 +326,9 @@ def test_collect_and_evaluate(whole: Path, door: Run, here: Path) -> None:
                      "Std deviation: ", f"Saved to {file}"):  # fmt: skip
             assert line in result.out
         found.append(np.load(here / file))
-    assert [each.shape for each in found] == [(3, 3), (1, 3), (3, 3)]
+    assert [each.shape for each in found] == [(3, 3), (1, 3), (3, 3), (3, 3)]
     assert np.array_equal(found[0], found[2]), "a file is as good as the run"
+    assert np.array_equal(found[0], found[3]), "also by its own name"
     assert door("evaluate.py", "--goal_idx", "3", "--device", "cpu").code == 2
 
 

@@ -151,9 +151,10 @@ def test_what_evaluate_cannot_find(door: Run, here: Path) -> None:
     (here / "empty").mkdir()
     assert "no ckpt-<step>.pt here" in door("evaluate.py", "--ckpt-dir=empty").err
     (here / "empty" / "ckpt-9.pt").write_bytes(b"junk\n")
-    damaged = door("evaluate.py", "--ckpt-dir=empty")
-    assert damaged.code == 65
-    assert "empty/ckpt-9.pt: foreign or damaged file, refused: not a file of" in damaged.out + damaged.err
+    for named in ("empty", "empty/ckpt-9.pt"):
+        damaged = door("evaluate.py", f"--ckpt-dir={named}")
+        assert damaged.code == 65
+        assert "empty/ckpt-9.pt: foreign or damaged file, refused: not a file of" in damaged.text
     assert door("evaluate.py", "--goal_idx", "x").code == 2
     assert door("evaluate.py", "--goals", "1").code == 2
 

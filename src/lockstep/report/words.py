@@ -101,7 +101,11 @@ def format_cut(fields: Mapping[str, Any]) -> str:
         return ""
     begin, end = (math.ceil(each * fields["epoch_steps"] - 1e-9) for each in (fields["epoch"] - 1, fields["epoch"]))
     done, steps = fields["step"] - begin, end - begin
-    return f" ended after {done:,} of {_plural(steps, 'step')}" if done < steps else f" ended after {_plural(done, 'step')}"
+    return (
+        f" ended after {done:,} of {_plural(steps, 'step')}"
+        if done < steps
+        else f" ended after {_plural(done, 'step')}"
+    )
 
 
 @dataclass(frozen=True)
