@@ -86,6 +86,13 @@ def test_columns_by_name_and_labels_that_are_words(tmp_path: Path) -> None:
     assert caught.value.hint == "--label-column NAME"
 
 
+def test_semicolons_are_told_of_and_not_a_field_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text;label\n" + "some text;1\n" * 20)
+    with pytest.raises(DataError, match="no text field 'label': text fields are text;label") as caught:
+        read_labelled(str(tmp_path / "a.csv"))
+    assert caught.value.hint.startswith("the fields seem to be separated by semicolons")
+
+
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
