@@ -16,7 +16,9 @@ import torch
 from lockstep.engine import checkpoint, endings
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.step import Stepper
-from lockstep.errors import ExitCode, LockstepError
+from lockstep.errors import ConfigError, ExitCode, LockstepError
+from lockstep.launch import failure
+from lockstep.runtime import env
 from tests.conftest import Outcome
 
 Cli = Callable[..., Outcome]
@@ -275,3 +277,18 @@ def test_a_run_keeps_what_it_went_on_from_beside_a_damaged_one_that_it_passes(in
     assert went_on.code == 0, went_on.text
     good = [path.name for path in Checkpointer(folder).found() if checkpoint.is_good(path)]
     assert good == ["step_00000003", "step_00000006"]
+
+
+def test_the_last_block_has_all_of_our_own_cause_and_the_first_line_of_others() -> None:
+    ours = ConfigError("belongs to another configuration:\n    max_steps: 60 in the checkpoint, 40 now", hint="none")
+    place = failure.Place(0, "GPU0", 0, -1, "start")
+    said = {}
+    for error in (ours, RuntimeError("CUDA error: broken\nFor debugging consider\na page of it")):
+        own = endings.describe(error, env.detect(), step=None)
+        record = failure.build(place, exit_code=2, kind="error", cause=own["cause"], own=own, run=None)
+        said[type(error)] = failure.block(record, nodes=1)
+    assert said[ConfigError][1:] == [
+        "  rank 0, start: belongs to another configuration: max_steps: 60 in the checkpoint, 40 now",
+        "  try: none",
+    ]
+    assert said[RuntimeError][1] == "  rank 0, start: RuntimeError: CUDA error: broken"

@@ -15,8 +15,7 @@ import torch
 
 from lockstep.engine import checkpoint, endings, milestones, state
 from lockstep.engine.checkpoint import Checkpointer, State
-from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, Stopped
-from lockstep.launch import failure
+from lockstep.errors import DataError, ExitCode, LockstepError, Stopped
 from lockstep.report.jsonl import read_events
 from lockstep.rundir import RunDir
 from lockstep.runtime import env
@@ -392,18 +391,3 @@ def test_only_want_of_room_is_a_full_disk(cause: OSError | None, kind: str) -> N
     error = LockstepError("saving failed", exit_code=ExitCode.IO)
     error.__cause__ = cause
     assert endings.describe(error, env.detect(), step=1)["kind"] == kind
-
-
-def test_the_last_block_has_all_of_our_own_cause_and_the_first_line_of_others() -> None:
-    ours = ConfigError("belongs to another configuration:\n    max_steps: 60 in the checkpoint, 40 now", hint="none")
-    place = failure.Place(0, "GPU0", 0, -1, "start")
-    said = {}
-    for error in (ours, RuntimeError("CUDA error: broken\nFor debugging consider\na page of it")):
-        own = endings.describe(error, env.detect(), step=None)
-        record = failure.build(place, exit_code=2, kind="error", cause=own["cause"], own=own, run=None)
-        said[type(error)] = failure.block(record, nodes=1)
-    assert said[ConfigError][1:] == [
-        "  rank 0, start: belongs to another configuration: max_steps: 60 in the checkpoint, 40 now",
-        "  try: none",
-    ]
-    assert said[RuntimeError][1] == "  rank 0, start: RuntimeError: CUDA error: broken"

@@ -45,8 +45,8 @@ def test_other_workers_leave_the_results_to_the_first(screen: io.StringIO) -> No
 
 def test_a_row_for_each_worker() -> None:
     workers = [
-        {"name": f"node 1{n} GPU 1{n}", "seconds": 7505.0 + n, "samples_per_second": 1234.56, "peak_memory_bytes": 3 << 29,
-         "utilisation": 97.4 if n else None}
+        {"name": f"node 1{n} GPU 1{n}", "seconds": 7505.0 + n, "samples_per_second": 1234.56,
+         "peak_memory_bytes": 3 << 29, "utilisation": 97.4 if n else None}
         for n in range(2)
     ]  # fmt: skip
     lines = replace(SUMMARY, workers=tuple(workers)).lines(80)

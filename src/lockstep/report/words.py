@@ -100,12 +100,9 @@ def format_cut(fields: Mapping[str, Any]) -> str:
     if fields.get("whole", True):
         return ""
     begin, end = (math.ceil(each * fields["epoch_steps"] - 1e-9) for each in (fields["epoch"] - 1, fields["epoch"]))
-    done, steps = fields["step"] - begin, end - begin
-    return (
-        f" ended after {done:,} of {_plural(steps, 'step')}"
-        if done < steps
-        else f" ended after {_plural(done, 'step')}"
-    )
+    done = fields["step"] - begin
+    of = f" of {end - begin:,}" if done < end - begin else ""  # a stream may be longer than was expected
+    return f" ended after {done:,}{of} steps"
 
 
 @dataclass(frozen=True)
