@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,11 @@ import torch
 
 from lockstep import rundir
 from lockstep.contracts import StepRecord
-from lockstep.engine import checkpoint, endings, milestones, room
+from lockstep.engine import checkpoint, endings, legacy, milestones, room
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.room import Room
 from lockstep.errors import ExitCode, LockstepError
+from lockstep.runtime.marks import NoMarks
 from tests.engine.test_saving import SMALL, Watching, watching
 from tests.gates.training import run
 
@@ -168,6 +170,18 @@ def test_without_room_for_one_checkpoint_nothing_begins(
         assert "File too large" in caught.value.what
         assert " MiB free, " in caught.value.what
         assert " MiB needed)" in caught.value.what
+
+
+def test_a_documented_file_that_does_not_fit_says_why(tmp_path: Path) -> None:
+    """torch itself says `enforce fail ... unexpected pos`."""
+    content = {"model_state_dict": {"a": torch.zeros(MIB)}}
+    with limited(TOO_SMALL), pytest.raises(LockstepError) as caught:
+        legacy.publish(tmp_path / "step_2.pt", content, link=NoMarks())
+    assert (caught.value.exit_code, caught.value.where) == (ExitCode.IO, str(tmp_path / "step_2.pt"))
+    said = r"saving a checkpoint failed: File too large \([\d.]+ MiB free, 4\.0 MiB needed\)"
+    assert re.fullmatch(said, caught.value.what), caught.value.what
+    assert endings._is_no_room(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def full_from(first: int, until: int) -> Watching:

@@ -101,9 +101,9 @@ def check_full(job: harness.Job, root: Path, cause: str) -> harness.Ended:
     return ended
 
 
-def go_on(cwd: Path, root: Path) -> None:
+def go_on(cwd: Path, root: Path, *words: str) -> None:
     """With room again: to the end, from what was kept, and nothing is left over."""
-    command = (sys.executable, "-m", "lockstep", "resume", str(root), "--max-steps", "60")
+    command = (sys.executable, "-m", "lockstep", "resume", str(root), "--max-steps", "60", *words)
     ended = harness.run(command, cwd=cwd, seconds=trainer.END_SECONDS)
     assert ended.code == 0, ended.out[-3000:]
     assert checkpoint.Checkpointer(root / "checkpoints").latest() == root / "checkpoints/step_00000060"
@@ -189,6 +189,21 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_training(tmp_path
     assert "Step [" not in ended.out
     assert " MiB needed" in ended.out
     assert str(small_disk / "run/checkpoints") in ended.out
+
+
+@pytest.mark.parametrize("small_disk", [("tmpfs", 3)], indirect=True)
+def test_a_disk_that_documented_files_fill(tmp_path: Path, small_disk: Path) -> None:
+    """They say the same as a checkpoint that does not fit; the checkpoint of that step is there."""
+    job = started(tmp_path, "training.save_interval=1", f"training.checkpoint_dir={small_disk}/pt", workers=1)
+    ended = job.finish(trainer.END_SECONDS)
+    assert ended.code == 74, ended.out[-3000:]
+    ended.check_clean()
+    said = next(line for line in ended.out.splitlines() if "error:" in line)
+    assert f"{small_disk}/pt/step_2.pt: saving a checkpoint failed: No space left on device (" in said
+    assert " MiB free, " in said
+    assert " MiB needed)" in said
+    assert [path.name for path in (small_disk / "pt").glob("step_*")] == ["step_1.pt"]
+    go_on(tmp_path, tmp_path / "runs/run", "training.checkpoint_dir=pt")
 
 
 LOGS = ("events.jsonl", "tb", "log.txt", "own.log", "logs")

@@ -15,6 +15,7 @@ from lockstep import rundir
 from lockstep.engine.checkpoint import State
 from lockstep.engine.moments import MOMENTS, SCALES
 from lockstep.engine.progress import Progress
+from lockstep.engine.room import TENSOR_BYTES
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError
 from lockstep.runtime import torch_file
@@ -94,12 +95,18 @@ def names_in_order(stepper: Stepper) -> list[str]:
 class Marked:
     """A file of which each piece that is written is a sign of life."""
 
+    failure: OSError | None = None  # what torch, which closes its archive after it, speaks of as a wrong position
+
     def __init__(self, file: IO[bytes], link: Marks) -> None:
         self._file, self._link = file, link
 
     def write(self, data: bytes) -> int:
         self._link.enter("save")
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -132,10 +139,21 @@ def publish(path: Path, content: Mapping[str, Any], *, link: Marks, doing: str =
     """Such a content as a file: all of it or nothing under its final name."""
     try:
         with rundir.replacing(path) as temporary, temporary.open("xb") as file:
-            torch.save(dict(content), cast("IO[bytes]", Marked(file, link)))
-    except (OSError, RuntimeError) as error:
-        os_error = error if isinstance(error, OSError) else OSError(str(error))
-        raise rundir.io_error(os_error, path, doing=doing) from error
+            marked = Marked(file, link)
+            try:
+                torch.save(dict(content), cast("IO[bytes]", marked))
+            except RuntimeError as error:
+                raise marked.failure or OSError(str(error)) from error
+    except OSError as error:
+        raise rundir.io_error(error, path, doing=doing, need_bytes=bytes_of(content)) from error
+
+
+def bytes_of(content: object) -> int:
+    """Of a file with this content, rather too many."""
+    if isinstance(content, Mapping):
+        known = cast("Mapping[object, object]", content)
+        return sum(len(str(key)) + bytes_of(value) for key, value in known.items())
+    return content.nbytes + TENSOR_BYTES if isinstance(content, torch.Tensor) else len(repr(content))
 
 
 def gathered(
