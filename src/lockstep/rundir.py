@@ -84,6 +84,11 @@ class RunDir:
         return self.root / "tb"
 
     @property
+    def files(self) -> Path:
+        """Which documented files the run has written elsewhere, if not all of them stay."""
+        return self.root / "files.json"
+
+    @property
     def profile(self) -> Path:
         return self.root / "profile.json"
 

@@ -291,16 +291,84 @@ def test_room_for_fewer_checkpoints_than_are_kept_is_said_before_training(
     state = State({"a": torch.zeros(MIB)}, {"b": torch.zeros(MIB)}, {"step": 0})
     monkeypatch.setattr(room, "_allocate", lambda *_: False)
     for free_mib, saves, said in ((19, 9, True), (19, 2, False), (28, 9, False), (28, 1, False)):
-        for module in (room, checkpoint):
-            monkeypatch.setattr(module, "free_bytes", free_of(free_mib))
+        monkeypatch.setattr(room, "free_bytes", free_of(free_mib))
         caplog.clear()
         Checkpointer(tmp_path, keep_last=2).reserve(state, saves=saves)
-        assert ("Room for 2 more checkpoints of 9.0 MiB, and 3 are to lie here" in caplog.text) is said, caplog.text
-        assert bool(caplog.text) is said
+        listed = f"3 checkpoints of 9.0 MiB (2 kept, one on its way) in {tmp_path}"
+        assert caplog.messages == [f"Room for 19.0 MiB more, and 27.0 are to come: {listed}"] * said
 
 
 def free_of(mib: int) -> Callable[[Path], int]:
     return lambda _: mib * MIB
+
+
+def test_documented_files_are_foreseen_on_the_disk_where_they_will_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them, since all of them stay: `checkpoint.keep_last` says nothing of them."""
+    state = State({"a": torch.zeros(MIB)}, {"b": torch.zeros(MIB)}, {"step": 0})
+    monkeypatch.setattr(room, "_allocate", lambda *_: False)
+    monkeypatch.setattr(room, "free_bytes", free_of(100))
+    own = f"3 checkpoints of 9.0 MiB (2 kept, one on its way) in {tmp_path}"
+    for place, room_for in ((tmp_path, 9), (Path("/dev/shm"), 12)):
+        if place != tmp_path and place.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("NO OTHER DISK HERE: that each is looked at by itself is not shown")
+        caplog.clear()
+        for count in (room_for, room_for + 1):
+            files = room.Coming(".pt file", count, 8 * MIB, 0, place)
+            Checkpointer(tmp_path, keep_last=2).reserve(state, saves=count, beside=[files])
+        theirs = f"{room_for + 1} .pt files of 8.0 MiB (all kept, unless checkpoint.keep_files is set) in {place}"
+        need, listed = (107, f"{own}, {theirs}") if place == tmp_path else (104, theirs)
+        assert caplog.messages == [f"Room for 100.0 MiB more, and {need}.0 are to come: {listed}"]
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "count", "kept"),
+    [
+        ("llama", {}, 4, "all kept"),
+        ("llama", {"checkpoint.keep_files": 1}, 2, "1 kept"),
+        ("mlm", {"training.epochs": 4.5, "training.max_steps": 100}, 0, "all kept"),
+    ],
+)
+def test_as_many_are_foreseen_as_are_written(
+    family: str, more: dict[str, Any], count: int, kept: str, *,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    (tmp_path / "pt").mkdir()
+    monkeypatch.setattr(room, "_allocate", lambda *_: False)
+    monkeypatch.setattr(room, "free_bytes", free_of(10))
+    recorder, settings = watching(lambda _: None), {**EVERY, "training.checkpoint_dir": tmp_path / "pt", **more}
+    parts, _ = run(tmp_path, settings, family=family, recorder=recorder)
+    (said,) = [line for line in caplog.messages if line.startswith("Room for")]
+    count = count or len(recorder.of("export"))
+    size = (tmp_path / f"pt/step_{parts.progress.step}.pt").stat().st_size
+    assert f" {count} .pt files of {size / MIB:.1f} MiB ({kept}" in said
+
+
+def test_of_documented_files_as_many_are_kept_as_are_wanted_and_only_its_own_go(tmp_path: Path) -> None:
+    """Across a resume too; a file that another run has written under the same name is its own from then on."""
+    folder = tmp_path / "pt"
+    folder.mkdir()
+    others = ["best.pt", "interrupted.pt", "nan_grad_step_0.pt", "step_0.pt", "step_50.pt"]
+    for name in others:
+        (folder / name).write_text("not ours")
+    settings = {
+        **SMALL,
+        "training.save_interval": 1,
+        "training.checkpoint_dir": str(folder),
+        "checkpoint.keep_files": 2,
+    }
+    run(tmp_path, settings)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*others, "step_3.pt", "step_4.pt"])
+    (folder / "step_3.pt").write_text("of another run")
+    record, hostile = tmp_path / "files.json", {"best.pt": (folder / "best.pt").stat().st_mtime_ns}
+    rundir.write_json(record, {**hostile, **rundir.read_json(record)})
+    more = {**settings, "training.max_steps": 6, "checkpoint.allow_mismatch": True}
+    run(tmp_path, more, point=tmp_path / "checkpoints/step_00000004")
+    names = [*others, "step_3.pt", "step_5.pt", "step_6.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    run(tmp_path / "other", {**settings, "checkpoint.keep_files": 0})
+    assert len(list(folder.glob("step_[1-4].pt"))) == 4, "all of them, where nothing else is asked for"
 
 
 def test_what_another_rank_failed_of_keeps_its_kind(tmp_path: Path) -> None:

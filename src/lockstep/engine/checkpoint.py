@@ -14,7 +14,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep import rundir
-from lockstep.engine.room import REST_BYTES, TENSOR_BYTES, Room, file_bytes, free_bytes
+from lockstep.engine.room import REST_BYTES, TENSOR_BYTES, Coming, Room, file_bytes, foresee
 from lockstep.engine.shards import Stored, index_of, make_index, piece_file, pieces_of, read_index, write_pieces
 from lockstep.errors import DataError, ExitCode, LockstepError, OutputError
 from lockstep.runtime.group import Group
@@ -89,10 +89,11 @@ class Checkpointer:
         """After `step` steps: later checkpoints were found damaged or spoilt, and no good one is forgotten for them."""
         self.passed_over = {path for path in self.found() if _number(path) > step}
 
-    def reserve(self, state: State, *, saves: int) -> None:
+    def reserve(self, state: State, *, saves: int, beside: Sequence[Coming] = ()) -> None:
         """Before the first step: room for such a checkpoint, or the same refusal on all ranks, which all call it.
 
-        `saves`: how many are to come. The oldest goes when the newest is there: one more than are kept lie there then.
+        `saves`: how many are to come, `beside`: with which other files. The oldest goes when the newest is there: one
+        more than are kept lie there then.
         """
         self.room.lasting = True
         if self.sharded:
@@ -100,17 +101,10 @@ class Checkpointer:
         else:
             self.group.together(lambda: self._take_own(self.folder, state))
         if self.group.rank == 0:
-            self._foresee(saves)
-
-    def _foresee(self, saves: int) -> None:
-        need, free = self.need_bytes, free_bytes(self.folder)
-        wanted = min(saves, self.keep_last + 1 - len(self.found()))
-        fitting = int(self.room.is_held) + (free or 0) // need
-        if free is not None and fitting < wanted:
-            logger.warning(
-                "Room for %d more checkpoint%s of %.1f MiB, and %d are to lie here (%d kept, one on its way): %s",
-                fitting, "s"[: fitting != 1], need / 2**20, wanted, self.keep_last, self.folder,
-            )  # fmt: skip
+            count = max(0, min(saves, self.keep_last + 1 - len(self.found())))
+            held = self.need_bytes if self.room.is_held else 0
+            own = Coming("checkpoint", count, self.need_bytes, self.keep_last, self.folder, held)
+            foresee([own, *beside])
 
     def _sizes(self, state: State) -> list[int]:
         """Bytes of each file that this rank writes, rather too many."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from lockstep.runtime.parallel import is_sharded, whole
 logger = logging.getLogger(__name__)
 
 EXTRA_KEY = "lockstep"  # beside the documented keys: what makes a resume from this file exact
+STEP_NAME = re.compile(r"step_\d{1,18}\.pt")
 NOT_EXACT = "This file holds only the documented keys: going on from it is not bit-exact"
 
 
@@ -146,6 +149,32 @@ def publish(path: Path, content: Mapping[str, Any], *, link: Marks, doing: str =
                 raise marked.failure or OSError(str(error)) from error
     except OSError as error:
         raise rundir.io_error(error, path, doing=doing, need_bytes=bytes_of(content)) from error
+
+
+def forget_oldest(record: Path, newest: Path, *, keep: int) -> None:
+    """Note in a run's record that it has written this file, and let the oldest of the others there go."""
+    try:
+        noted = {**written(record, newest.parent), newest.name: newest.stat().st_mtime_ns}
+        for name in [*noted][:-keep]:
+            (newest.parent / name).unlink(missing_ok=True)
+            del noted[name]
+        rundir.write_json(record, noted)
+    except OSError as error:
+        raise rundir.io_error(error, record, doing="forgetting the oldest .pt file") from error
+
+
+def written(record: Path, folder: Path) -> dict[str, int]:
+    """The files of a run's record that lie in a folder as it has left them, the oldest first.
+
+    What another run has put in their place is that run's; and of what the record may name no other file is ever meant.
+    """
+    noted: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        for name, changed in rundir.read_json(record).items():
+            with contextlib.suppress(OSError):
+                if STEP_NAME.fullmatch(name) and (folder / name).stat().st_mtime_ns == changed:
+                    noted[name] = changed
+    return noted
 
 
 def bytes_of(content: object) -> int:

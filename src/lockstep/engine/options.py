@@ -105,7 +105,10 @@ class TrainingOptions(Section, frozen=True):
     )
     min_delta: float = setting(1e-4, "What counts as an improvement for patience.", ge=0, le=1e9)
     checkpoint_dir: str | None = setting(
-        None, "Also write the documented step_<N>.pt files here (null: no).", role="cosmetic", max_length=4000
+        None,
+        "Also write the documented step_<N>.pt files here (null: no). All stay, unless checkpoint.keep_files is set.",
+        role="cosmetic",
+        max_length=4000,
     )
 
 
@@ -145,6 +148,13 @@ class CheckpointOptions(Section, frozen=True):
     """Saving and going on."""
 
     keep_last: int = setting(2, "Checkpoints kept.", role="cosmetic", ge=2, le=1 << 20)
+    keep_files: int = setting(
+        0,
+        "Files step_<N>.pt of this run kept in training.checkpoint_dir; 0: all. Others there stay.",
+        role="cosmetic",
+        ge=0,
+        le=1 << 20,
+    )
     resume: str | None = setting(
         None,
         "auto: newest run of this family with this configuration; or a run, a checkpoint or a .pt file.",

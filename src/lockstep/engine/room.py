@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,6 +97,36 @@ class Room:
         for file in self._taken:
             file.close()
         self._taken, self._held_bytes = [], 0
+
+
+@dataclass(frozen=True)
+class Coming:
+    """What a run will write to a folder, if nothing stops it."""
+
+    what: str
+    count: int
+    size: int  # bytes of each
+    kept: int  # of them, the newest; 0: all
+    folder: Path
+    held: int = 0  # bytes that are set aside for them
+
+    def __str__(self) -> str:
+        kept = f"{self.kept} kept, one on its way" if self.kept else "all kept, unless checkpoint.keep_files is set"
+        many = f"{self.count} {self.what}{'s'[: self.count != 1]}"
+        return f"{many} of {self.size / 2**20:.1f} MiB ({kept}) in {self.folder}"
+
+
+def foresee(coming: Sequence[Coming]) -> None:
+    """Before the first step: a warning for each disk that has no room for all of it."""
+    disks: dict[int, list[Coming]] = {}
+    for files in coming:
+        with contextlib.suppress(OSError):
+            disks.setdefault(files.folder.stat().st_dev, []).append(files)
+    for together in disks.values():
+        free, need = free_bytes(together[0].folder), sum(files.count * files.size for files in together)
+        if free is not None and (room := free + sum(files.held for files in together)) < need:
+            listed = ", ".join(map(str, together))
+            logger.warning("Room for %.1f MiB more, and %.1f are to come: %s", room / 2**20, need / 2**20, listed)
 
 
 def file_bytes(tensors: Mapping[str, Tensor], names: Iterable[str]) -> int:
