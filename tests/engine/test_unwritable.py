@@ -1,7 +1,12 @@
-"""Places that cannot be written to are refused before data or model are loaded: item 172, row 30."""
+"""Places that cannot be written to are refused before data or model are loaded: item 172, row 30.
+
+And one that another live run writes to is left to it: item 173.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,9 @@ from typing import Any
 import pytest
 
 from lockstep import rundir
+from lockstep.engine import folder
 from lockstep.errors import ExitCode
+from lockstep.runtime import torch_file
 from tests.conftest import Outcome
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -55,3 +62,35 @@ def test_unwritable_output_of_a_run_that_goes_on_is_refused_too(
     monkeypatch.setattr(rundir, "probe", locked)
     refused = lockstep(*words, "--resume", "runs/mine")
     assert refused.code == ExitCode.CANNOT_CREATE, "the folder of the checkpoints itself"
+
+
+HOLD = (
+    "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); sys.stdin.read()"
+)
+
+
+def test_documented_files_go_elsewhere_while_another_run_writes_there(in_dir: Path, lockstep: Cli) -> None:
+    """Item 173: of two live runs each has its own step_2.pt; who was killed is in nobody's way."""
+    words = ("train", "llama", "tiny", *QUICK, "--max-steps", "2", "training.warmup_steps=0")
+    words = (*words, "training.checkpoint_dir=pt")
+    (in_dir / "pt").mkdir()
+    (in_dir / "pt" / "step_2.pt").write_text("of the first run")
+    command = (sys.executable, "-c", HOLD, str(in_dir / "pt" / folder.FILES_LOCK))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout
+        assert first.stdout.readline(), "it has the folder"
+        second = lockstep(*words, "--name", "second")
+        assert second.code == 0, second.text
+        assert second.text.count("The .pt files of this run go to pt/second (another run is writing to pt now)") == 1
+        first.kill()
+    assert (in_dir / "pt" / "step_2.pt").read_text() == "of the first run"
+    assert torch_file.read(in_dir / "pt" / "second" / "step_2.pt")["global_step"] == 2
+
+    resumed = lockstep("resume", "second", "--max-steps", "4", "--checkpoint.allow-mismatch", "true")
+    assert resumed.code == 0, resumed.text
+    assert "The .pt files of this run go to pt/second (as before)" in resumed.text
+    assert (in_dir / "pt" / "second" / "step_4.pt").is_file()
+    third = lockstep(*words, "--name", "third")
+    assert (third.code, "The .pt files" in third.text) == (0, False), third.text
+    assert torch_file.read(in_dir / "pt" / "step_2.pt")["global_step"] == 2
+    assert {path.name for path in (in_dir / "pt").rglob("*")} == {"second", "step_2.pt", "step_4.pt"}

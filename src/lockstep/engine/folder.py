@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from lockstep import rundir
 from lockstep.config.load import Loaded, identity, to_dict
@@ -28,6 +28,8 @@ from lockstep.runtime import env, owner, rounds
 from lockstep.runtime.group import Group
 
 logger = logging.getLogger(__name__)
+
+FILES_LOCK = ".lock"  # in a folder of documented files: held by the run that writes them, and gone with it
 
 
 def choose_run(
@@ -177,6 +179,49 @@ def _write_config(run: RunDir, config: RunConfig, saved: Mapping[str, Any]) -> N
         path = Path(config.system.output_dir) / f"{config.run.experiment_name}_config.json"
         rundir.write_json(path, saved["config"])
         logger.info("Configuration saved to %s", path)
+
+
+def with_own_files(group: Group, planned: Plan, run: RunDir, closing: contextlib.ExitStack) -> Plan:
+    """The plan with a folder for documented files that no other live run writes to, until `closing`.
+
+    The first worker decides, the others follow.
+    """
+    asked = planned.config.training.checkpoint_dir
+    if not asked:
+        return planned
+    place = group.together(lambda: _own_place(asked, run, closing))
+    training = planned.config.training.model_copy(update={"checkpoint_dir": place})
+    return replace(planned, config=planned.config.model_copy(update={"training": training}))
+
+
+def _own_place(asked: str, run: RunDir, closing: contextlib.ExitStack) -> str:
+    """The folder that was asked for; if another run has it, one in it of this run's name, which then stays its own."""
+    key, own = "training.checkpoint_dir", str(Path(asked, run.root.name))
+    begun = any(Path(own).glob("*.pt"))
+    for place in [own] if begun else [asked, own]:
+        rundir.probe(Path(place), key=key)
+        lock = FileLock(Path(place, FILES_LOCK), timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            continue
+        except OSError as error:
+            what = f"cannot be kept from other runs: {error.strerror or error}"
+            raise OutputError(what, where=place, hint=f"{key}=DIR, a folder you can write to") from error
+        closing.callback(_give_back, lock)
+        if place == own:
+            why = "as before" if begun else f"another run is writing to {asked} now"
+            logger.warning("The .pt files of this run go to %s (%s)", place, why)
+        return place
+    what = "another run of this name is writing .pt files here"
+    raise ConfigError(what, where=own, hint=f"{key}=DIR, another folder; or --name NEW")
+
+
+def _give_back(lock: BaseFileLock) -> None:
+    """Release a lock of which nothing is to stay in a folder of the user's."""
+    with contextlib.suppress(OSError):
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: who has opened it by now sees that it is gone
+    lock.release()
 
 
 @contextlib.contextmanager

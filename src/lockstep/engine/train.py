@@ -109,6 +109,7 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
                 handover.hand_over(point.checkpoint, group, place)
                 planned = resume.with_saved_split(planned, point)
             start_log(loaded, run)
+            planned = folder.with_own_files(group, planned, run, closing)
             link.tell_run(run.root.absolute())
             result = train_in(run, planned, point, Surroundings(loaded, stop, group, link, place, listeners))
             group.barrier()  # nobody leaves while another still needs it, however long that takes
