@@ -92,6 +92,12 @@ def test_show_json_can_be_loaded_again(lockstep: Run, in_dir: Path) -> None:
     assert lockstep("config", "show", "llama", "--config", "again.json", "--json").out == text
 
 
+def test_a_second_preset_or_file_is_to_be_left_out(lockstep: Run) -> None:
+    for word, *flags in (["tiny", "--preset", "demo"], ["a.json", "--config", "b.json"]):
+        said = lockstep("train", "llama", word, *flags).err
+        assert f"a second preset or file {word!r}\n  try: leave one out, it or {flags[-1]!r}\n" in said
+
+
 def test_validate_says_what_it_found(lockstep: Run, in_dir: Path) -> None:
     (in_dir / "c.json").write_text('{"training": {"num_workers": 2}}')
     result = lockstep("config", "validate", "c.json", "--preset", "tiny")

@@ -87,8 +87,11 @@ def preset_or_file(
         return word, file
     if file is None and word not in names and (Path(word).suffix.lower() in KINDS or os.sep in word):
         return preset, Path(word)
-    problem = "a second preset or file" if word in names or file else "no preset or file"
-    raise ConfigError(f"{problem} {word[:200]!r}", where="PRESET|FILE", hint=suggest(word, names))
+    if word in names or file:
+        first = preset if word in names else file
+        what = f"a second preset or file {word[:200]!r}"
+        raise ConfigError(what, where="PRESET|FILE", hint=f"leave one out, it or {str(first)[:200]!r}")
+    raise ConfigError(f"no preset or file {word[:200]!r}", where="PRESET|FILE", hint=suggest(word, names))
 
 
 def setting_words() -> set[str]:

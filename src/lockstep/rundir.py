@@ -106,8 +106,9 @@ def create_run(out: Path, name: str, *, before: Callable[[Path], object] = lambd
         raise ConfigError(f"run name {name!r} is the link to the newest run", hint="another --name")
     root = out / check_name(name)
     if root.exists():
-        hint = f"lockstep resume {shlex.quote(str(root))}, or another --name"
-        raise ConfigError(f"run {name!r} exists already in {out}", hint=hint)
+        is_run = RunDir(root).config.is_file()  # or it is a check's folder
+        go_on = f"lockstep resume {shlex.quote(str(root))}, or " if is_run else ""
+        raise ConfigError(f"run {name!r} exists already in {out}", hint=f"{go_on}another --name")
     before(root)
     try:
         root.mkdir(parents=True)

@@ -214,6 +214,16 @@ def test_json_is_all_that_is_printed(check: Check) -> None:
     assert json.loads(told["screen"])["status"] == "PASS"
 
 
+def test_a_name_that_a_check_has_is_no_run_to_go_on_with(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--device", "cpu", "--quick", "--name", "chk1"]
+    (place / "runs" / "chk1").mkdir(parents=True)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.endswith("run 'chk1' exists already in runs\n  try: another --name\n")
+    (place / "runs" / "chk1" / "config.json").write_text("{}")
+    assert cli.main(words) == 2
+    assert "try: lockstep resume runs/chk1, or another --name" in capsys.readouterr().err, "a run's"
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("words", "code", "said"),

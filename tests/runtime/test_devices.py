@@ -99,13 +99,22 @@ def test_replicas_may_share_a_gpu() -> None:
         devices.choose("1,1", cpu=True, repeats=True)
 
 
-@pytest.mark.parametrize("asked", ["0,2", "4", "all", "auto", "auto:memory"])
-def test_no_gpu_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "instead"),
+    [
+        ("0,2", "0,2"), ("4", "4"), ("all", ""), ("auto", ""), ("auto:memory", ""),
+        ("0", "1"), ("0,0", "2"), ("0-3", "4"), ("1 2", "2"), ("0,x", "1"), ("99999", "1024"), ("3-0", "1"),
+    ],
+)  # fmt: skip
+def test_no_gpu_is_said_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, instead: str
+) -> None:
     plant(tmp_path / "bin", monkeypatch, [])
     monkeypatch.setattr(devices, "AMD_DRIVER", tmp_path / "nothing")
     with pytest.raises(ConfigError, match="no GPU can be used here") as caught:
         devices.choose(asked, cpu=False)
-    assert caught.value.hint == (f"--device cpu --gpus {asked}" if asked[0].isdigit() else "--device cpu")
+    assert caught.value.hint == (f"--device cpu --gpus {instead}" if instead else "--device cpu")
+    assert devices.choose(instead or asked, cpu=True), "it can be pasted"
     assert caught.value.where == ("" if asked == "all" else f"--gpus {asked}"), "what was typed"
 
 

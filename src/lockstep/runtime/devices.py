@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def choose(asked: str, *, cpu: bool, repeats: bool = False) -> list[int]:
     word = asked.strip()
     gpus = [] if cpu else visible_gpus()
     if not (cpu or gpus):
-        wish = f" --gpus {word}" if word[:1].isdecimal() else ""
+        wish = f" --gpus {_of_cpu(word)}" if word[:1].isdecimal() else ""
         where = "" if word == "all" else f"{WHICH} {word[:80]}"  # all is what nobody has to type
         raise ConfigError("no GPU can be used here", where=where, hint=f"--device cpu{wish}")
     if word == "all":
@@ -86,6 +87,16 @@ def choose(asked: str, *, cpu: bool, repeats: bool = False) -> list[int]:
         hint = "each once" if cpu else "each once, or --mode replicas, where workers may share one, or --device cpu"
         raise ConfigError(f"{twice[0]} is named twice: one worker a GPU", where=f"{WHICH} {word[:80]}", hint=hint)
     return numbers
+
+
+def _of_cpu(word: str) -> str:
+    """What means as many workers of the CPU: the word itself where it can, else a count; `0-3` was meant as four."""
+    with contextlib.suppress(ConfigError):
+        choose(word, cpu=True)
+        return word
+    numbers = [int(number) for number in re.findall("[0-9]{1,9}", word)]
+    span = numbers[-1] - numbers[0] + 1 if "-" in word else len(numbers)
+    return str(min(max(1, numbers[0] if _is_number(word) else span), MOST_WORKERS))
 
 
 def _first(count: int, known: Sequence[int], *, cpu: bool) -> list[int]:
