@@ -125,37 +125,25 @@ def _start(loaded: Loaded, arguments: Namespace) -> int:
 
 def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     """Prepare the dataset of a configuration, or look after those that are there."""
+    from lockstep import preparing
+
     if arguments.family is None:
         if not (arguments.list or arguments.verify or arguments.clean):
             raise ConfigError("which FAMILY?", where="lockstep prepare", hint="lockstep prepare llama tiny")
         arguments.family = "llama"  # the settings of the cache are those of every family
     loaded = _resolve(arguments, settings)
-    from lockstep.engine.choices import cache_roots
-
-    roots = cache_roots(loaded.config.data)
-    if arguments.clean:
-        from lockstep.data import cache
-
-        removed = [f"{roots[0] / name}" for name in cache.clean(roots[0])]  # the other is only read
-        say("\n".join(f"Removed {name}" for name in removed) or "Nothing to remove")
-        return ExitCode.DONE
     if arguments.list or arguments.verify:
-        return _show_datasets(roots, verify=arguments.verify)
-    from lockstep.preparing import prepare_data
+        return preparing.show_datasets(loaded, verify=arguments.verify)
+    if arguments.clean:
+        return preparing.remove_datasets(loaded, dry_run=arguments.dry_run)
+    if arguments.dry_run:
+        return _show_plan(loaded)
     from lockstep.report.logs import setup_logging
 
     setup_logging(level=loaded.config.debug.log_level)
     for notice in loaded.notices:
         say(notice)
-    return prepare_data(loaded, expanded(arguments.to, where="--to") if arguments.to else None)
-
-
-def _show_datasets(roots: list[Path], *, verify: bool) -> int:
-    from lockstep.data.listing import describe
-
-    lines, damaged = describe(roots, verify=verify)
-    say("\n".join(lines))
-    return ExitCode.DATA if damaged else ExitCode.DONE
+    return preparing.prepare_data(loaded, expanded(arguments.to, where="--to") if arguments.to else None)
 
 
 def collect(arguments: Namespace, settings: list[Setting]) -> int:

@@ -38,6 +38,27 @@ def prepare_data(loaded: Loaded, to: Path | None = None) -> int:
     return ExitCode.DONE
 
 
+def show_datasets(loaded: Loaded, *, verify: bool) -> int:
+    """The prepared datasets, and with `verify` whether every byte of them is as it was."""
+    from lockstep.data.listing import describe
+    from lockstep.engine.choices import cache_roots
+
+    lines, damaged = describe(cache_roots(loaded.config.data), verify=verify)
+    say("\n".join(lines))
+    return ExitCode.DATA if damaged else ExitCode.DONE
+
+
+def remove_datasets(loaded: Loaded, *, dry_run: bool = False) -> int:
+    """Remove them; or only say which would go."""
+    from lockstep.data import cache
+    from lockstep.engine.choices import cache_roots
+
+    root = cache_roots(loaded.config.data)[0]  # the other is only read
+    done = "Would remove" if dry_run else "Removed"
+    say("\n".join(f"{done} {root / name}" for name in cache.clean(root, dry_run=dry_run)) or "Nothing to remove")
+    return ExitCode.DONE
+
+
 def collect_histories(loaded: Loaded, *, overwrite: bool = False, dry_run: bool = False) -> int:
     """Collect what an agent learns from, and say what has come of it; or only what would."""
     from lockstep.data.options import HistoryOptions

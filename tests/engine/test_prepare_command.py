@@ -46,6 +46,28 @@ def test_a_dataset_is_prepared_listed_checked_and_removed(prepare: Cli, in_dir: 
     assert "No prepared dataset" in prepare("--list").out
 
 
+@pytest.mark.parametrize("words", [("llama",), ("ad",), ("llada", "--to", "there")])
+def test_a_dry_run_prepares_nothing(lockstep: Cli, prepare: Cli, in_dir: Path, words: tuple[str, ...]) -> None:
+    shown = lockstep("prepare", words[0], "tiny", *words[1:], "--device", "cpu", "--dry-run")
+    assert (shown.code, shown.err) == (ExitCode.DONE, "")
+    assert f"# family {words[0]}, preset tiny" in shown.out
+    assert "tokens per step" in shown.out
+    assert not list(in_dir.iterdir())
+
+
+def test_a_dry_run_names_what_would_be_removed(prepare: Cli, in_dir: Path) -> None:
+    root = in_dir / ".cache" / "datasets"
+    prepare()
+    (root / f"{KEY}.checked").write_text("{}", encoding="utf-8")  # of a dataset without a lock
+    (root / "lockstep-hashes.json").write_text("{}", encoding="utf-8")
+    before = sorted(root.rglob("*"))
+    shown = prepare("--clean", "--dry-run")
+    assert shown.code == ExitCode.DONE
+    assert sorted(root.rglob("*")) == before
+    assert shown.out.replace("Would remove", "Removed") == prepare("--clean").out
+    assert not list(root.iterdir())
+
+
 @pytest.mark.parametrize("name", ["train/tokens.npy", "validation/rows.json", "tokenizer.json", "meta.json"])
 def test_a_flipped_bit_is_found_named_and_repaired(prepare: Cli, in_dir: Path, name: str) -> None:
     prepare()

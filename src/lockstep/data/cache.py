@@ -328,19 +328,23 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def clean(root: Path) -> list[str]:
-    """Remove every cache in a folder and what belongs to it, nothing else; one being built or streamed stays."""
+def clean(root: Path, *, dry_run: bool = False) -> list[str]:
+    """Remove every cache in a folder and what belongs to it, nothing else; one being built or streamed stays.
+
+    dry_run: only name what would go.
+    """
     try:
-        return _cleaned(root)
+        return _cleaned(root, dry_run=dry_run)
     except OSError as error:
         hint = f"as the owner of {root}"
         what, doing = "the dataset cache cannot be removed", "removing the dataset cache"
         raise _refused(error, root, what=what, doing=doing, hint=hint) from error
 
 
-def _cleaned(root: Path) -> list[str]:
+def _cleaned(root: Path, *, dry_run: bool) -> list[str]:
     here = sorted(root.iterdir()) if root.is_dir() else []
     ours = [path for path in here if _is_ours(path)]
+    remove = (lambda _: None) if dry_run else _remove
     removed: list[str] = []
     busy = False
     for key in sorted({path.name[:KEY_LENGTH] for path in ours}):
@@ -353,18 +357,22 @@ def _cleaned(root: Path) -> list[str]:
             continue
         else:
             for path in (path for path in ours if path.name.startswith(key)):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                remove(path)
                 removed.append(path.name)
-            for lock in locks:
-                Path(lock.lock_file).unlink(missing_ok=True)
+            for file in {Path(lock.lock_file) for lock in locks}.difference(ours):  # only there since we asked
+                file.unlink(missing_ok=True)
         finally:
             for lock in locks:
                 lock.release()
     for path in here:
         if LOOSE.fullmatch(path.name) and path.is_file() and not (busy and re.fullmatch(PIPED, path.name)):
-            path.unlink(missing_ok=True)  # what was spooled may be what somebody is reading now
+            remove(path)  # what was spooled may be what somebody is reading now
             removed.append(path.name)
     return removed
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _is_ours(path: Path) -> bool:
