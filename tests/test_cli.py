@@ -54,7 +54,7 @@ def test_every_verb_has_help(lockstep: Run, verb: str) -> None:
     "words",
     [
         ["nonsense"], ["config"], ["config", "nonsense"], ["train"], ["train", "nonsense"],
-        ["train", "llama", "nonsense"],
+        ["train", "llama", "nonsense"], ["script", "torchrun", "llama", "tiny", "--dry-run"],
         ["train", "llama", "tiny", "demo"], ["train", "llama", "tiny", "--preset", "demo"], ["config", "list", "--foo"],
         ["sample"], ["sample", "x", "y", "--tokens", "0"], ["sample", "x", "y", "--temperature", "nan"],
         ["export", "x"], ["export", "x", "--to", "gguf"], ["config", "explain", "nonsense"], ["config", "schema", "x"],
@@ -276,6 +276,10 @@ def test_resume_uses_the_settings_of_the_run(lockstep: Run, in_dir: Path, monkey
     assert (seen[0].config.system.seed, seen[0].config.checkpoint.resume) == (5, "runs/mine")
     refused = lockstep("resume", "mine", "--canonical", "--mode", "fsdp")
     assert (refused.code, len(seen)) == (2, 1), "as a run that begins with them"
+    for word in ("--checkpoint=x", "--resume", "checkpoint.resume=x"):
+        twice = lockstep("resume", "mine", word)
+        assert (twice.code, len(seen)) == (2, 1), "of two places to go on from none is passed over"
+        assert "try: lockstep resume PATH" in twice.err
     missing = lockstep("resume", "yours")
     assert missing.code == 66
     assert "mine" in missing.err

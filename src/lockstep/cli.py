@@ -104,6 +104,10 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
         return prove(arguments, settings)
     if arguments.steps is not None:
         raise ConfigError("is for a proof", where="--steps", hint="--prove too, or --max-steps")
+    for key, _ in settings:
+        if key.removeprefix("checkpoint.") in ("resume", "checkpoint"):
+            hint = "lockstep resume PATH, a run or one checkpoint of it"
+            raise ConfigError("RUN says already where to go on from", where=f"--{key}", hint=hint)
     from lockstep.api import check_fits
     from lockstep.config.load import load_run
     from lockstep.home import find_run, root_of, saved_identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from lockstep.arguments import OF_COLLECTIONS, Parser, Setting, real, understand, whole
+from lockstep.arguments import OF_COLLECTIONS, SHORTS, Parser, Setting, real, understand, whole
 
 SCRIPTS = ("slurm", "torchrun", "accelerate", "k8s")
 
@@ -19,7 +19,9 @@ def parse(
     return understand(parser, words, setting_words)
 
 
-def _configuration(parser: Parser, *, needed: bool = True, shown: Sequence[str] | None = None) -> None:
+def _configuration(
+    parser: Parser, *, needed: bool = True, shown: Sequence[str] | None = None, dry_run: bool = True
+) -> None:
     parser.add_argument(
         "family", metavar="FAMILY", nargs=None if needed else "?", help="what is trained: llama, mlm, llada or ad"
     )
@@ -27,7 +29,8 @@ def _configuration(parser: Parser, *, needed: bool = True, shown: Sequence[str] 
     parser.flag("--preset", "settings to start from", metavar="NAME")
     parser.flag("--config", "a .json or .yaml file over the preset", metavar="FILE")
     parser.flag("--debug", "the debug preset, or debug output for another one; full tracebacks")
-    parser.flag("--dry-run", "show the resolved configuration and sizes, and stop")
+    if dry_run:
+        parser.flag("--dry-run", "show the resolved configuration and sizes, and stop")
     parser.add_shorts(shown)
 
 
@@ -44,7 +47,7 @@ def _resume(parser: Parser) -> None:
                 group=group)  # fmt: skip
     parser.flag("--steps", "at least so many (those since the checkpoint before)", metavar="K", type=whole(1),
                 group=group)  # fmt: skip
-    parser.add_shorts()
+    parser.add_shorts([short.name for short in SHORTS if short.name not in ("--resume", "--checkpoint")])  # RUN says it
     parser.add_launch()
 
 
@@ -204,7 +207,7 @@ def _replay(parser: Parser) -> None:
 
 def _script(parser: Parser) -> None:
     parser.add_argument("kind", metavar="KIND", choices=SCRIPTS, help=", ".join(SCRIPTS))
-    _configuration(parser)
+    _configuration(parser, dry_run=False)  # the words go into the job, which would then train nothing
     parser.flag("--nodes", "machines (1)", metavar="N", type=whole(1), default=1)
     parser.flag("--time", "time limit of the job (24:00:00)", metavar="TIME", default="24:00:00")
 
