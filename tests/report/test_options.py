@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,20 @@ from lockstep.errors import ConfigError
 )
 def test_which_steps_are_traced(words: dict[str, Any], traced: tuple[int, int]) -> None:
     assert load("llama", preset="tiny", overrides={"report": words}).config.report.traced == traced
+
+
+def test_who_names_steps_wants_their_trace(tmp_path: Path) -> None:
+    def traces(**given: Any) -> bool:
+        return load("llama", preset="tiny", **given).config.report.profile
+
+    (off := tmp_path / "off.json").write_text('{"report": {"profile": false}}')
+    (both := tmp_path / "both.json").write_text('{"report": {"profile": false, "profile_steps": "4"}}')
+    assert not traces()
+    assert traces(flags=[("profile-steps", "2-3")])
+    assert traces(flags=[("profile-from", "7")])
+    assert traces(flags=[("profile-steps", "2-3")], file=off), "the later word"
+    assert not traces(flags=[("profile-steps", "2-3"), ("profile", "false")])
+    assert not traces(file=both), "as whole configurations are written"
 
 
 @pytest.mark.parametrize(

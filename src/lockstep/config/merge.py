@@ -22,7 +22,7 @@ WARMUP, MAX_STEPS = ("training", "warmup_steps"), ("training", "max_steps")
 WARMUP_RATIO = ("training", "warmup_ratio")
 CONTEXT = ("training", "context_length")
 BATCH = ("training", "batch_size")
-PROFILE_STEPS = ("report", "profile_steps")
+PROFILE, PROFILE_STEPS = ("report", "profile"), ("report", "profile_steps")
 MOST_STEPS = 10_000_000  # no limit: the setting takes no more
 
 
@@ -199,10 +199,16 @@ def _join_precision(merged: dict[tuple[str, ...], Given], notices: list[str], kn
 
 
 def _join_profile(merged: dict[tuple[str, ...], Given], known: Catalog) -> None:
-    """`profile_from` and a count of steps, as files wrote them once, are the first and the last step."""
+    """`profile_from` and a count of steps, as files wrote them once, are the first and the last step.
+
+    Who names steps wants their trace, unless he says no beside them.
+    """
     begin, steps = merged.pop(renames.PROFILE_FROM, None), merged.get(PROFILE_STEPS)
     if steps and type(steps.value) is int:
         steps = merged[PROFILE_STEPS] = replace(steps, value=str(steps.value))
+    named, wanted = begin or steps, merged.get(PROFILE)
+    if named and (wanted is None or wanted.rank < named.rank):
+        merged[PROFILE] = replace(named, path=PROFILE, value=True)
     if begin is None:
         return
     count = str(steps.value if steps else known.settings[PROFILE_STEPS].default)
