@@ -266,6 +266,23 @@ def test_a_token_is_not_passed_on(tmp_path: Path) -> None:
     assert "--system.threads=1" not in command_words([], config, [], folder=tmp_path, cpu=False).all
 
 
+def test_without_a_gpu_workers_of_the_cpu_are_measured(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def run(words: scaling.Words, *_: Any, workers: int, **__: Any) -> Point:
+        started.append(words.all)
+        return Point(workers, 1.0, 4 * workers, 64.0)
+
+    monkeypatch.setattr(scaling, "run", run)
+    monkeypatch.setattr(devices, "visible_gpus", list)
+    line = "No GPUs detected: workers of the CPU are measured\n"
+    for flags in ([], ["--device", "auto"], ["--device", "cpu"]):
+        result = lockstep("bench", "scaling", "llama", "tiny", "--workers", "1,2", "--anyway", *flags)
+        assert (result.code, line in result.out) == (0, "cpu" not in flags), result.text
+    assert {words[-1] for words in started} == {"--device=cpu"}
+    assert len(started) == 6
+
+
 def test_a_run_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("llama", preset="tiny").config
     words = command_words(["llama", "nothing"], config, [("seed", "a b")], folder=tmp_path, cpu=True)

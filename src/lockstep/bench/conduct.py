@@ -89,6 +89,9 @@ def bench_scaling(
             hint=f"--workers {','.join(map(str, fitting))}, or --device cpu" if there else "--device cpu",
         )
     found = busy.check_quiet(busy.cards(config, wanted[-1]), anyway=asked.anyway)
+    if not on_gpu and config.system.device == "auto":
+        say("No GPUs detected: workers of the CPU are measured")
+        settings = [*settings, ("device", "cpu")]  # a run takes no --gpus for the CPU unless it is named
     options, points = config.training, list[scaling.Point]()
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         words = scaling.command_words(given, config, settings, folder=Path(name), cpu=not on_gpu)
