@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from lockstep import start as starting
-from lockstep.config.load import Loaded
+from lockstep.config.load import Loaded, load
 from lockstep.errors import ConfigError, ExitCode
 from lockstep.launch import slurm
 from lockstep.launch import supervise as supervising
 from lockstep.launch.supervise import Outcome, Proc, Watch
+from lockstep.runtime import env
 from tests.conftest import Outcome as Said
 from tests.fake_smi import gpu, plant
 
@@ -137,6 +138,65 @@ def test_what_cannot_be(lockstep: Cli, seen: Seen, words: tuple[str, ...], says:
     assert not seen.procs
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--gpus", "3", "--canonical"), ("--nodes", "2", "--node-rank", "5"), ("--gpus", "-1"),
+        ("--gpus", "2", "--launch", "inline"), ("--gpus", "3", "--mode", "hsdp"), ("--device", "auto", "--gpus", "2"),
+        ("--data-path", "/nonexistent.txt"), ("data.dataset_name=auto", "--data-path", "/no.txt"),
+        ("--resume", "nosuch"), ("--resume", "nosuch.pt"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_a_run_would(
+    lockstep: Cli, in_dir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("lockstep.runtime.devices.visible_gpus", list)
+    planned, run = (lockstep(*TINY, *words, *more) for more in (["--dry-run"], []))
+    assert planned.code in (ExitCode.USAGE, ExitCode.NOT_FOUND)
+    assert (planned.code, planned.out) == (run.code, "")
+    assert planned.err == run.err
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "shards"),
+    [
+        (("--gpus", "2"), "512 of 2 workers", 1),
+        (("--gpus", "2", "--mode", "fsdp"), "512 of 2 workers", 2),
+        (("--gpus", "4", "--mode", "hsdp"), "1,024 of 4 workers", 2),
+        (("--gpus", "2", "--mode", "replicas"), "256", 1),
+        (("--gpus", "2", "--nodes", "2", "--node-rank", "0", "--master-addr", "h"), "1,024 of 4 workers", 1),
+        (("--launch", "slurm", "--nodes", "2", "--gpus", "2", "--mode", "hsdp"), "1,024 of 4 workers", 2),
+        (("--gpus", "2", "--data-path", "-"), "512 of 2 workers", 1),
+    ],
+)
+def test_a_dry_run_counts_the_workers(
+    lockstep: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], tokens: str, shards: int
+) -> None:
+    """The memory is that of the banner, which knows the workers by the environment."""
+    from lockstep.config.show import _size
+    from lockstep.engine import present
+    from lockstep.models import shapes
+
+    planned = lockstep(*TINY, *words, "--dry-run")
+    assert f"tokens per step   {tokens}\n" in planned.out, planned.text
+    mode = words[words.index("--mode") + 1] if "--mode" in words else "ddp"
+    config = load("llama", preset="tiny", flags=[("mode", mode), ("precision", "fp32")]).config
+    shape = shapes.resolve(config.model, context_length=config.training.context_length)
+    world, machines = 2 if "256" in tokens else int(tokens.split()[2]), 2 if "--nodes" in words else 1
+    place = env.Env(world=world, local_world=world // machines, nodes=machines)
+    monkeypatch.setattr(env, "detect", lambda: place)
+    assert present.shards(mode, place) == shards
+    memory = present.memory_estimate(config, shape, compiled=False, shards=shards)
+    assert f"memory per GPU    {_size(memory.total)} estimated" in planned.out
+
+
+def test_gpus_that_are_elsewhere_can_be_planned_for(lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.runtime.devices.visible_gpus", list)
+    planned = lockstep("train", "llama", "tiny", "--device", "cuda", "--gpus", "8", "--dry-run")
+    assert "tokens per step   2,048 of 8 workers" in planned.out
+    assert "(bf16, GPU)" in planned.out
+
+
 def test_many_machines(lockstep: Cli, seen: Seen) -> None:
     place = ("--nodes", "3", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500")
     assert lockstep(*TINY, "--gpus", "2", *place).code == 0
@@ -206,6 +266,7 @@ def test_a_worker_trains_and_launches_nobody(lockstep: Cli, seen: Seen, monkeypa
     assert lockstep(*TINY, "--gpus", "2").code == 0
     assert len(seen.inline) == 1
     assert not seen.procs
+    assert " of 2 workers" in lockstep(*TINY, "--dry-run").out, "those that there are"
 
 
 @pytest.mark.parametrize(("code", "node", "times"), [(75, 0, 1), (75, 1, 0), (143, 0, 0), (0, 0, 0)])

@@ -187,12 +187,13 @@ def check_fits(loaded: Loaded) -> None:
         raise type(error)(f"{key}{error.what}", where=origin.where, hint=error.hint) from None
 
 
-def sizes(loaded: Loaded) -> str:
+def sizes(loaded: Loaded, *, workers: int = 1, nodes: int = 1) -> str:
     """The resolved sizes, with the device and the precision the engine will choose; asks no hub and no torch."""
     from lockstep.config import show
     from lockstep.engine.options import AutoRows
     from lockstep.models import shapes
     from lockstep.runtime.devices import visible_gpus
+    from lockstep.runtime.grid import shards
     from lockstep.runtime.options import NO_FLOAT8
 
     config, training = loaded.config, loaded.config.training
@@ -214,11 +215,13 @@ def sizes(loaded: Loaded) -> str:
         compiled=config.model.compiles(on_gpu=on_gpu, debug=config.debug.enabled),
         optimizer_states=training.optimizer_states,
         lora=shapes.Lora.of(config.model),
-        sharing=shapes.Sharing(standing_gradients=training.grad_accum_nums > 1),
+        sharing=shapes.Sharing.of(config, shards(config.system.mode, world=workers, nodes=nodes), world=workers),
     )
+    workers = 1 if config.system.mode == "replicas" else workers  # each makes the whole step
+    tokens = workers * training.batch_size * training.grad_accum_nums * training.context_length
     return show.sizes(
         parameters=shape.parameters(),
-        tokens_per_step=training.batch_size * training.grad_accum_nums * training.context_length,
+        tokens_per_step=f"{tokens:,}" + (f" of {workers} workers" if workers > 1 else ""),
         memory_bytes=memory.total,
         state_bytes=memory.states,
         computing=f"{precision}, {'GPU' if on_gpu else 'CPU'}",

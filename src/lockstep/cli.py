@@ -21,6 +21,7 @@ from lockstep.verb_arguments import parse
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
+    from lockstep.start import Start
 
 Verb = Callable[[Namespace, list[Setting]], int]
 
@@ -81,19 +82,12 @@ def usage(start: str = "") -> str:
 
 def train(arguments: Namespace, settings: list[Setting]) -> int:
     """Train, or show what would be trained."""
+    from lockstep.planning import show_plan
     from lockstep.runtime.devices import check_asked
 
     loaded = _resolve(arguments, settings)
     check_asked(loaded.config.system)
-    return _show_plan(loaded) if arguments.dry_run else _start(loaded, arguments)
-
-
-def _show_plan(loaded: Loaded) -> int:
-    from lockstep.api import sizes
-    from lockstep.config.show import show
-
-    say(show(loaded, only_set=True), "", sizes(loaded))
-    return ExitCode.DONE
+    return show_plan(loaded, _asked(arguments)) if arguments.dry_run else _start(loaded, arguments)
 
 
 def resume(arguments: Namespace, settings: list[Setting]) -> int:
@@ -122,14 +116,21 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
 
 
 def _start(loaded: Loaded, arguments: Namespace) -> int:
-    from lockstep.start import Start, start
+    from lockstep.start import start
 
-    return start(loaded, Start.of(("lockstep",), arguments.argv, arguments))
+    return start(loaded, _asked(arguments))
+
+
+def _asked(arguments: Namespace) -> Start:
+    from lockstep.start import Start
+
+    return Start.of(("lockstep",), arguments.argv, arguments)
 
 
 def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     """Prepare the dataset of a configuration, or look after those that are there."""
     from lockstep import preparing
+    from lockstep.planning import show_plan
 
     if arguments.family is None:
         if not (arguments.list or arguments.verify or arguments.clean):
@@ -141,7 +142,7 @@ def prepare(arguments: Namespace, settings: list[Setting]) -> int:
     if arguments.clean:
         return preparing.remove_datasets(loaded, dry_run=arguments.dry_run)
     if arguments.dry_run:
-        return _show_plan(loaded)
+        return show_plan(loaded)
     from lockstep.report.logs import setup_logging
 
     setup_logging(level=loaded.config.debug.log_level)
@@ -219,11 +220,12 @@ def check(arguments: Namespace, _: list[Setting]) -> int:
 def bench(arguments: Namespace, settings: list[Setting]) -> int:
     """Measure how fast a configuration trains here and where a step goes, or what more workers bring."""
     from lockstep.bench.conduct import bench as measure
+    from lockstep.planning import show_plan
     from lockstep.runtime.devices import check_asked
 
     loaded = _resolve(arguments, settings)
     check_asked(loaded.config.system)
-    return _show_plan(loaded) if arguments.dry_run else measure(loaded, arguments, settings)
+    return show_plan(loaded) if arguments.dry_run else measure(loaded, arguments, settings)
 
 
 def diff(arguments: Namespace, _: list[Setting]) -> int:

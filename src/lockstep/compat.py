@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import api, compat_ad, compat_llada, compat_mlm, compat_mlm_scripts, guard
+from lockstep import compat_ad, compat_llada, compat_mlm, compat_mlm_scripts, guard
 from lockstep.compat_door import Door, parse, resolve
 from lockstep.errors import ExitCode, OutputError
 from lockstep.families import families_table, init
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.config.load import Loaded
     from lockstep.start import Start
 
-__all__ = ["DOORS", "configurations", "entry", "families_table", "init", "main", "parse", "resolve", "show_only"]
+__all__ = ["DOORS", "configurations", "entry", "families_table", "init", "main", "parse", "resolve"]
 logger = logging.getLogger("lockstep.compat")  # also when run with -m
 
 LOG_ROOT = Path("/tmp")  # the documented place, whatever TMPDIR says
@@ -66,15 +66,8 @@ def configurations(source: str, argv: Sequence[str]) -> None:
     guard.leave(lambda: guard.run(lambda: compat_mlm_scripts.configurations(argv, source), argv))
 
 
-def show_only(loaded: Loaded) -> int:
-    """--dry-run: what would be trained."""
-    from lockstep.config.show import show
-
-    say(show(loaded, only_set=True), "", api.sizes(loaded))
-    return ExitCode.DONE
-
-
 def _run(door: Door, argv: Sequence[str]) -> int:
+    from lockstep.planning import show_plan
     from lockstep.runtime.devices import check_asked
     from lockstep.start import Start, is_child, start
 
@@ -84,9 +77,9 @@ def _run(door: Door, argv: Sequence[str]) -> int:
     if door.prepares and not asked.dry_run:
         return _prepare(loaded)
     check_asked(loaded.config.system)
-    if asked.dry_run:
-        return show_only(loaded)
     begin = replace(Start.of(("lockstep.compat", door.script), argv, asked), single=not door.launcher)
+    if asked.dry_run:
+        return show_plan(loaded, None if door.prepares else begin)
     begin = replace(begin, opening=door.opening, listeners=door.listeners)
     door.ready(asked, loaded)
     if door.launcher and not is_child():

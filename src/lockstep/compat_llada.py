@@ -191,6 +191,7 @@ def _of_windows(folder: Path, model: str) -> dict[str, str]:
 
 def launch(argv: Sequence[str]) -> int:
     """launch_training.sh [GPUs] [folder] [flags of the trainer]: torchrun under our supervisor."""
+    from lockstep.planning import show_plan
     from lockstep.runtime.devices import check_asked
     from lockstep.start import Start, start
 
@@ -208,17 +209,15 @@ def launch(argv: Sequence[str]) -> int:
         guard.complain_plainly(f"Error: {error.what}\n  try: {error.hint}")  # as documented
         return error.exit_code
     check_asked(loaded.config.system)
-    if asked.dry_run:
-        from lockstep.compat import show_only
-
-        return show_only(loaded)
     workers, placed, adjusted = _workers(wanted, loaded)
     full = [*words, *placed]
     loaded = resolve(DOOR, *parse(DOOR, full))
-    DOOR.ready(asked, loaded)
-    guard.mention(*_banner(loaded, workers, adjusted))
     begin = replace(Start.of(("lockstep.compat", TRAINER), full, asked), opening=DOOR.opening)
     begin = replace(begin, listeners=DOOR.listeners, how="torchrun" if begin.how == "auto" else begin.how)
+    if asked.dry_run:
+        return show_plan(loaded, begin)
+    DOOR.ready(asked, loaded)
+    guard.mention(*_banner(loaded, workers, adjusted))
     return start(loaded, begin)
 
 

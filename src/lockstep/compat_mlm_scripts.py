@@ -77,22 +77,21 @@ def generated(argv: Sequence[str]) -> int:
 
 
 def _launch(script: Script, words: Sequence[str]) -> int:
+    from lockstep.planning import show_plan
     from lockstep.runtime.devices import check_asked
     from lockstep.start import Start, start
 
     asked, settings = parse(DOOR, words)
     loaded = resolve(DOOR, asked, settings)
     check_asked(loaded.config.system)
-    if asked.dry_run:
-        from lockstep.compat import show_only
-
-        return show_only(loaded)
     workers, adjusted = _workers(script, loaded)
     full = [*words, *_placed(loaded, workers)]
     loaded = resolve(DOOR, *parse(DOOR, full))
+    begin = Start.of(("lockstep.compat", TRAINER), full, asked)
+    if asked.dry_run:
+        return show_plan(loaded, begin)
     tell = _Told(log := _log_of(script))
     tell(*_banner(script, loaded, workers), *adjusted, "", "Starting training...", f"Log file: {log}")
-    begin = Start.of(("lockstep.compat", TRAINER), full, asked)
     begin = replace(begin, how="workers" if begin.how == "auto" else begin.how, told=tell, transcript=log)
     code = guard.run(lambda: start(loaded, begin), full, tell=tell.complain)
     if code == ExitCode.DONE:

@@ -89,8 +89,18 @@ def _start(loaded: Loaded, asked: Start) -> int:
 def _launch(loaded: Loaded, asked: Start) -> int:
     if asked.how == "slurm":
         return _by_slurm(loaded, asked)
-    on_cpu = _on_cpu(loaded)
-    gpus = _chosen(loaded, asked, on_cpu=on_cpu)
+    cpu = on_cpu(loaded)
+    gpus, node, nodes = checked(loaded, asked, cpu=cpu)
+    if len(gpus) == 1 and nodes == 1 and asked.how in ("auto", "inline") and not asked.restarts:
+        if not cpu:
+            env.show_only(gpus[0])
+        return _train(loaded, asked)
+    return _supervise(loaded, asked, gpus=gpus, on_cpu=cpu, place=(node, nodes))
+
+
+def checked(loaded: Loaded, asked: Start, *, cpu: bool) -> tuple[list[int], int, int]:
+    """(its GPUs that take part, which machine this is, how many there are); refuses what cannot be started."""
+    gpus = _chosen(loaded, asked, on_cpu=cpu)
     node, nodes = _nodes(asked)
     alone = len(gpus) == 1 and nodes == 1
     if loaded.config.system.mode == "hsdp" and not alone:
@@ -104,11 +114,7 @@ def _launch(loaded: Loaded, asked: Start) -> int:
     if asked.how == "inline" and asked.restarts:
         what = "inline is this process, and nobody is left to start it again"
         raise ConfigError(what, where="--restarts", hint="--launch workers")
-    if alone and asked.how in ("auto", "inline") and not asked.restarts:
-        if not on_cpu:
-            env.show_only(gpus[0])
-        return _train(loaded, asked)
-    return _supervise(loaded, asked, gpus=gpus, on_cpu=on_cpu, place=(node, nodes))
+    return gpus, node, nodes
 
 
 def _train_as_child(loaded: Loaded, asked: Start) -> int:
@@ -145,7 +151,7 @@ def _prepare_as_child(loaded: Loaded) -> int:
     return prepare_data(loaded)
 
 
-def _on_cpu(loaded: Loaded) -> bool:
+def on_cpu(loaded: Loaded) -> bool:
     """Whether the CPU does the work. GPUs that were asked for by name are never replaced by it."""
     device = loaded.config.system.device
     if device == "auto" and "system.gpus" in _given(loaded):
@@ -172,6 +178,8 @@ def _chosen(loaded: Loaded, asked: Start, *, on_cpu: bool) -> list[int]:
 
 def _nodes(asked: Start) -> tuple[int, int]:
     """(which machine this is, how many there are): as asked, else as SLURM says, else the only one."""
+    if asked.how == "slurm":
+        return 0, asked.nodes or int(env.get("SLURM_NNODES", "1"))
     found = env.node_place()
     node, nodes = asked.node, asked.nodes
     if node and nodes is None and not found:
@@ -356,8 +364,7 @@ def _by_slurm(loaded: Loaded, asked: Start) -> int:
     words = without(asked.module, "--launch", "--nodes")
     environ = env.child()
     if slurm.in_allocation(environ):
-        nodes = asked.nodes or int(env.get("SLURM_NNODES", "1"))
-        procs = slurm.plan((*words, "--launch", "workers"), nodes, environ=environ)
+        procs = slurm.plan((*words, "--launch", "workers"), _nodes(asked)[1], environ=environ)
         with _work_folder() as work:
             return supervise(procs, Watch(show="all", hang_seconds=NEVER_SECONDS), work, asked.told).exit_code
     gpus = loaded.config.system.gpus

@@ -17,8 +17,10 @@ from lockstep import compat
 from lockstep.report.logs import close_logging
 from lockstep.runtime import devices
 from lockstep.runtime.devices import idlest_gpu, visible_gpus
+from tests.conftest import Outcome
 from tests.doors.conftest import MODEL_CHECK
 from tests.doors.test_model_check import TAIL
+from tests.doors.windows import make
 
 ROOT = MODEL_CHECK.parents[1]
 TELL_TALE = f"""#!/bin/sh
@@ -341,3 +343,24 @@ def test_without_a_driver_nvidia_smi_is_asked(smi: Smi, monkeypatch: pytest.Monk
     monkeypatch.setattr(devices, "_ask_nvml", ask)  # the real one, which the fixture has put to sleep
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
     assert [gpu.index for gpu in visible_gpus()] == [3]
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "workers"),
+    [
+        ("pretrain_main.py", ["--preset", "tiny"], ""),
+        ("run.sh", ["--preset", "tiny"], " of 4 workers"),
+        ("prepare_dataset.py", ["--preset", "tiny"], ""),
+        ("launch_training.sh", ["2", "windows", "--model_name", "lockstep/llada-tiny"], " of 2 workers"),
+        ("run_multi_gpu_training.sh", [], " of 4 workers"),
+    ],
+)
+def test_a_dry_run_counts_the_workers_of_its_script(
+    door: Callable[..., Outcome], in_dir: Path, gpus: Callable[[int], None], script: str, words: list[str], workers: str
+) -> None:
+    gpus(4)
+    make(in_dir / "windows")
+    outcome = door(script, *words, "--dry-run")
+    assert outcome.code == 0, outcome.err
+    assert re.search(rf"^tokens per step   [\d,]+{workers}$", outcome.out, re.MULTILINE)
+    assert [path.name for path in in_dir.iterdir()] == ["windows"]

@@ -153,13 +153,13 @@ def schema(family: str) -> str:
 
 
 def sizes(
-    *, parameters: int, tokens_per_step: int, memory_bytes: int, state_bytes: int, computing: str, micro_batch: str = ""
+    *, parameters: int, tokens_per_step: str, memory_bytes: int, state_bytes: int, computing: str, micro_batch: str = ""
 ) -> str:
     """The resolved sizes of a run, for a dry run; computing: on what and in which numbers."""
     return "\n".join(
         [
             f"parameters        {parameters:,}",
-            f"tokens per step   {tokens_per_step:,}",
+            f"tokens per step   {tokens_per_step}",
             *([f"micro-batch       {micro_batch}"] if micro_batch else []),
             f"memory per GPU    {_size(memory_bytes)} estimated, "
             f"{_size(state_bytes)} of it weights, gradients and AdamW moments ({computing})",

@@ -23,7 +23,7 @@ from lockstep.models.hf_names import TABLES
 from lockstep.models.shapes import Lora, Memory, Shape, Sharing, memory_bytes
 from lockstep.report.words import USUAL, WORDINGS, Banner, Summary
 from lockstep.rundir import RunDir
-from lockstep.runtime import determinism, env, hardware
+from lockstep.runtime import determinism, env, grid, hardware
 
 if TYPE_CHECKING:
     from lockstep.engine.build import Assembled, Plan
@@ -108,8 +108,6 @@ def workers_banner(precision: str, accumulated: int, *, device: torch.device, wo
 
 def memory_estimate(config: RunConfig, shape: Shape, *, compiled: bool, shards: int = 1) -> Memory:
     """What this configuration will need on one device."""
-    in_buckets = shards == 1 and config.system.mode == "ddp" and env.detect().world > 1
-    standing = in_buckets or config.training.grad_accum_nums > 1
     return memory_bytes(
         shape,
         batch_size=config.training.batch_size,
@@ -119,15 +117,13 @@ def memory_estimate(config: RunConfig, shape: Shape, *, compiled: bool, shards: 
         compiled=compiled,
         optimizer_states=config.training.optimizer_states,
         lora=Lora.of(config.model),
-        sharing=Sharing(shards, standing_gradients=standing),
+        sharing=Sharing.of(config, shards, world=env.detect().world),
     )
 
 
 def shards(mode: str, place: env.Env) -> int:
     """In how many parts the state of the model is cut."""
-    if mode == "hsdp":
-        return place.local_world if place.nodes > 1 else max(1, place.world // 2)
-    return place.world if mode == "fsdp" else 1
+    return grid.shards(mode, world=place.world, nodes=place.nodes)
 
 
 def summary(run: RunDir, parts: Parts, sample: str, seconds: float) -> Summary:

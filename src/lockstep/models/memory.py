@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.llama_shapes import LlamaShape
 
 if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
     from lockstep.models.options import ModelOptions
     from lockstep.models.shapes import Shape
 
@@ -109,6 +110,12 @@ class Sharing:
 
     shards: int = 1
     standing_gradients: bool = False  # in the buckets of data parallelism, or from one micro-batch to the next
+
+    @classmethod
+    def of(cls, config: RunConfig, shards: int, *, world: int) -> Sharing:
+        """Of a run of so many workers."""
+        in_buckets = shards == 1 and config.system.mode == "ddp" and world > 1
+        return cls(shards, standing_gradients=in_buckets or config.training.grad_accum_nums > 1)
 
 
 ALL_WEIGHTS, ALONE = Lora(), Sharing()

@@ -24,6 +24,13 @@ def grid(mode: str, *, world: int, nodes: int = 1) -> tuple[int, int]:
     return copies, world // copies
 
 
+def shards(mode: str, *, world: int, nodes: int = 1) -> int:
+    """In how many parts the state of the model is cut; whatever could not be divided so is refused by `grid`."""
+    if mode == "hsdp":
+        return world // nodes if nodes > 1 else max(1, world // 2)
+    return world if mode == "fsdp" else 1
+
+
 def check_canonical(*, world: int, micro_batches: int | None = None) -> None:
     """Refuse what cannot be cut into blocks. `micro_batches`: of one worker in a step, where that is known."""
     where = "system.deterministic"
