@@ -22,7 +22,7 @@ from lockstep.comparing import facts_of, pairs
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
-from lockstep.rundir import MANIFEST, RunDir, read_json
+from lockstep.rundir import MANIFEST, RunDir
 from lockstep.runtime import env
 from lockstep.runtime.scrub import scrubber
 
@@ -101,7 +101,7 @@ def find(path: Path, steps: int | None) -> Task:
         target = path
     else:
         target = resume.point_of_run(path).checkpoint
-    last = _steps(target)
+    last = resume.steps_of(target)
     if steps is not None and steps > last:
         raise ConfigError(f"{steps}, the checkpoint has only {last} behind it", where="--steps", hint=f"1 to {last}")
     latest, since = last - (steps or 1), _changed_at(run, last)
@@ -109,7 +109,7 @@ def find(path: Path, steps: int | None) -> Task:
     others = [base for base in checkpoint.Checkpointer(run.checkpoints).found() if base.resolve() != target.resolve()]
     for base in reversed(others):
         if since <= _number(base) <= latest and checkpoint.is_good(base):
-            return Task(run, target, last, base, _steps(base), about)
+            return Task(run, target, last, base, resume.steps_of(base), about)
     if since:
         left = [_number(base) for base in others if since <= _number(base) < last]
         raise ConfigError(
@@ -125,15 +125,6 @@ def find(path: Path, steps: int | None) -> Task:
             hint=f"--steps {last - first}" if last > first else "a run with another checkpoint",
         )
     return Task(run, target, last, base, first, about)
-
-
-def _steps(checkpoint: Path) -> int:
-    from lockstep.engine.checkpoint import RUN
-
-    try:
-        return int(read_json(checkpoint / RUN)["progress"]["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None
 
 
 def _number(checkpoint: Path) -> int:

@@ -163,3 +163,23 @@ def test_another_name_or_folder_is_a_run_of_its_own(in_dir: Path, lockstep: Cli,
     assert resume.has_saved(RunDir(in_dir / "runs" / "c")), "it can be sampled from"
     same = lockstep("resume", "a", "--name", "a")
     assert "run folder   runs/a\n" in same.out
+
+
+def test_nobody_can_insist_on_another_family_or_on_fewer_steps_than_are_done(in_dir: Path, lockstep: Cli) -> None:
+    """Refused before the run is touched, without the offer to insist; a fork of an older checkpoint may be short."""
+    assert lockstep("train", "llama", "tiny", *QUICK, "--name", "a", "training.save_interval=1").code == 0
+    before = {path: path.stat().st_mtime_ns for path in (in_dir / "runs" / "a").rglob("*")}
+    insists = ("--checkpoint.allow-mismatch", "true")
+    for words in (("--resume", "a"), ("--resume", "a", *insists), ("--resume", "auto", "--name", "a", *insists)):
+        other = lockstep("train", "mlm", "tiny", *QUICK, *words)
+        assert other.code == 2, other.text
+        assert "error: runs/a: is of the family llama, and mlm was asked for\n" in other.err
+        assert "try: lockstep resume runs/a goes on with it" in other.err
+    for words in ((), insists):
+        fewer = lockstep("resume", "a", "--max-steps", "1", *words)
+        assert fewer.code == 2, fewer.text
+        assert "training.max_steps 1, and 2 steps are done\n  try: --max-steps 2 or more" in fewer.err
+    assert {path: path.stat().st_mtime_ns for path in (in_dir / "runs" / "a").rglob("*")} == before
+    older = str(in_dir / "runs" / "a" / "checkpoints" / "step_00000001")
+    forked = lockstep("resume", older, "--name", "b", "--max-steps", "1", *insists)
+    assert "Nothing left to do: all 1 steps are done" in forked.out, forked.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,14 +198,32 @@ def refuse(differences: list[str], *, checkpoint: Path, allow: bool) -> None:
 
 
 def check_early(point: ResumePoint, identity: Mapping[str, Any], *, allow: bool) -> None:
-    """Refuse a foreign configuration before the run folder is touched (a .pt file is looked at when it is read)."""
+    """Refuse a foreign configuration before the run folder is touched (a .pt file is looked at when it is read).
+
+    Another family, and fewer steps than are done, also from who insists.
+    """
     if point.run:
         rundir.check_plain(point.run.root)
     elif point.checkpoint.suffix != ".pt":  # it was named: nothing is passed over for another one
         check_not_spoilt(point.checkpoint)
-    if not allow and point.checkpoint.suffix != ".pt":
-        about = read_about(point.checkpoint)
-        refuse(identity_diff(about["identity"], dict(identity)), checkpoint=point.checkpoint, allow=False)
+    if point.checkpoint.suffix == ".pt":
+        return
+    was, place = read_about(point.checkpoint)["identity"], str(point.run.root if point.run else point.checkpoint)
+    if (family := was.get("family", identity["family"])) != identity["family"]:  # no insisting makes them fit
+        raise ConfigError(
+            f"is of the family {family}, and {identity['family']} was asked for",
+            where=place,
+            hint=f"lockstep resume {shlex.quote(place)} goes on with it; a new run: another --name, no --resume",
+        )
+    done, most = steps_of(point.checkpoint), identity["training.max_steps"]
+    if most < done and most != was.get("training.max_steps"):
+        raise ConfigError(
+            f"training.max_steps {most:,}, and {done:,} steps are done",
+            where=str(point.checkpoint),
+            hint=f"--max-steps {done} or more; or an older checkpoint: RUN/checkpoints/step_... --name NEW",
+        )
+    if not allow:
+        refuse(identity_diff(was, dict(identity)), checkpoint=point.checkpoint, allow=False)
 
 
 def saved_rows(point: ResumePoint, config: RunConfig) -> int | None:
@@ -221,6 +240,14 @@ def read_about(checkpoint: Path) -> Mapping[str, Any]:
         if isinstance(about["identity"], dict) and isinstance(about["config"], dict):
             return about
         raise TypeError("no configuration in it")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None
+
+
+def steps_of(checkpoint: Path) -> int:
+    """How many steps a checkpoint folder says it has behind it."""
+    try:
+        return int(rundir.read_json(checkpoint / RUN)["progress"]["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None
 
