@@ -300,7 +300,7 @@ def test_sample_and_export_reach_the_engine(lockstep: Run, in_dir: Path, monkeyp
     assert lockstep("sample", "mine", "--", "--odd").code == 0
     assert seen[1][1] == "--odd"
     assert lockstep("export", "mine", "--to", "hf", "there", "--dtype", "bfloat16").code == 0
-    assert seen[2] == (Path("runs/mine"), Path("there"), "bf16")
+    assert seen[2] == (Path("runs/mine"), in_dir / "there", "bf16")
     assert lockstep("export", "mine", "--to", "hf").out == "Exported to runs/mine/hf\n"
     wrong = lockstep("export", "mine", "--to", "hf", "--dtype", "int8")
     assert wrong.code == 2
@@ -312,6 +312,21 @@ def test_sample_and_export_reach_the_engine(lockstep: Run, in_dir: Path, monkeyp
     assert "runs/mine/hf: exists and is not empty" in again.err
     assert "try: lockstep export mine runs/mine/hf-3 --to hf" in again.err
     assert lockstep("export", "mine", "x" * 300, "--to", "hf").code == 73
+    full = lockstep("export", "mine", "runs/mine/hf/..", "--to", "hf")
+    assert f"{in_dir}/runs/mine: exists and is not empty\n  try: lockstep export mine {in_dir}/runs/mine-2" in full.err
+
+
+@pytest.mark.parametrize("place", [".", "./", "..", "/", "here/.."])
+def test_an_export_takes_no_folder_away_from_under_you(
+    lockstep: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    make_run(in_dir / "runs" / "mine")
+    (empty := in_dir / "empty").mkdir()
+    monkeypatch.chdir(empty)
+    refused = lockstep("export", "../runs/mine", place, "--to", "hf")
+    assert refused.code == 73
+    assert ": is where you are, and an export takes the place of its folder\n  try: a folder of its own" in refused.err
+    assert list(empty.iterdir()) == []
 
 
 def test_prepared_datasets_are_listed_checked_and_removed(lockstep: Run, in_dir: Path) -> None:

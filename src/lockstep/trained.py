@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -106,7 +107,10 @@ def export(arguments: Namespace, _: list[Setting]) -> int:
     path, kind = find_run(arguments.run), dtype(arguments.dtype)
     if kind is None:
         raise ConfigError(f"got {arguments.dtype[:40]!r}", where="--dtype", hint="one of fp32, bf16, fp16")
-    folder = Path(arguments.folder) if arguments.folder else root_of(path) / arguments.to
+    folder = Path(os.path.realpath(arguments.folder)) if arguments.folder else root_of(path) / arguments.to
+    if Path.cwd().is_relative_to(folder):  # it becomes another folder, with all who are in it left in the old one
+        hint = f"a folder of its own: lockstep export {arguments.run} {arguments.to} --to {arguments.to}"
+        raise OutputError("is where you are, and an export takes the place of its folder", where=str(folder), hint=hint)
     if _is_taken(folder):
         others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
         free = next(other for other in others if not _is_taken(other))
