@@ -202,6 +202,20 @@ def test_what_is_no_run(in_dir: Path, lockstep: Cli) -> None:
     assert "Traceback" not in refused.text
 
 
+def test_checkpoints_of_a_run_are_not_taken_for_the_run(in_dir: Path, lockstep: Cli) -> None:
+    """Which would be equal to itself."""
+    run = rundir.RunDir(in_dir / "runs" / "a")
+    rundir.write_json(run.config, {"family": "llama", "preset": "tiny", "config": {}})
+    one, other = run.checkpoint(1), run.checkpoint(2)
+    for checkpoint in (one, other):
+        rundir.write_json(checkpoint / rundir.MANIFEST, {})
+    for words in ((one, other), ("a", other), (one, "a")):
+        refused = lockstep("diff", *map(str, words))
+        assert refused.code == ExitCode.USAGE, refused.text
+        assert ": is a checkpoint, and runs are compared\n  try: " in refused.err
+        assert f"lockstep resume {run.root} --prove" in refused.err
+
+
 def test_files_of_others_are_read_as_far_as_they_make_sense(tmp_path: Path) -> None:
     """Values of the wrong kind where ours would be: nothing to compare, and no traceback."""
     run = rundir.RunDir(tmp_path)

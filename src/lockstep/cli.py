@@ -231,8 +231,9 @@ def bench(arguments: Namespace, settings: list[Setting]) -> int:
 def diff(arguments: Namespace, _: list[Setting]) -> int:
     """Say in what two runs differ, and since when."""
     from lockstep.comparing import diff as compare
+    from lockstep.home import find_run
 
-    return compare(_found(arguments.run_a), _found(arguments.run_b), json=arguments.json)
+    return compare(find_run(arguments.run_a), find_run(arguments.run_b), json=arguments.json)
 
 
 def doctor(arguments: Namespace, _: list[Setting]) -> int:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json as json_format
+import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import ExitCode
+from lockstep.errors import ConfigError, ExitCode
 from lockstep.guard import say
+from lockstep.home import root_of
 from lockstep.report.logs import COLUMNS
 from lockstep.rundir import MANIFEST, RunDir, read_json
 from lockstep.runtime.scrub import scrubber
@@ -121,6 +123,8 @@ class Comparison:
 
 def diff(one: Path, other: Path, *, json: bool = False) -> int:
     """0: equal; 1: different."""
+    for path in (one, other):
+        _refuse_checkpoint(path)
     found = compare(read(one), read(other))
     if json:
         say(json_format.dumps({"equal": found.equal, **asdict(found)}, indent=1, default=str))
@@ -128,6 +132,14 @@ def diff(one: Path, other: Path, *, json: bool = False) -> int:
         scrub = scrubber()  # a run may come from anywhere
         say(*(part for line in lines(found) for part in _folded(scrub(line))))
     return ExitCode.DONE if found.equal else ExitCode.FAILED
+
+
+def _refuse_checkpoint(path: Path) -> None:
+    """It is not taken for its run."""
+    if (path / MANIFEST).is_file():
+        root = shlex.quote(str(root_of(path)))
+        hint = f"{root} and another run: of both all checkpoints are compared; or lockstep resume {root} --prove"
+        raise ConfigError("is a checkpoint, and runs are compared", where=str(path), hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------ reading
