@@ -138,7 +138,8 @@ def init(family: str, folder: Path) -> list[Path]:
                 written.append(new)
         (folder / INTERPRETER_FILE).write_text(sys.executable + "\n", encoding="utf-8")
     except OSError as error:
-        raise OutputError(f"cannot write: {error.strerror or error}", where=str(folder)) from error
+        hint = f"lockstep init {family} DIR, a folder you can write to"
+        raise OutputError(f"cannot write: {error.strerror or error}", where=str(folder), hint=hint) from error
     return written
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep import __version__
 from lockstep.errors import NotFoundError
 from lockstep.registry import suggest
-from lockstep.rundir import MANIFEST, RunDir, open_plain, read_json
+from lockstep.rundir import MANIFEST, RunDir, open_plain, read_json, refuse_export
 
 RUNS = Path("runs")
 SHOWN_RUNS = 5
@@ -23,6 +23,7 @@ def find_run(text: str) -> Path:
     """A run folder or checkpoint by path, by name in runs/, or `latest`."""
     for path in (Path(text), RUNS / text):
         try:
+            refuse_export(path)
             if (path / "config.json").is_file() or (path / MANIFEST).is_file():
                 return path.parent / path.readlink() if path.is_symlink() else path  # `latest` may soon be another
         except (OSError, ValueError):  # a name no file can have
@@ -67,7 +68,7 @@ def saved_identity(path: Path) -> dict[str, Any]:
 
 def last_runs(out: Path) -> list[Path]:
     """Run folders, newest first."""
-    found = [path.parent for path in out.glob("*/config.json") if not path.parent.is_symlink()]
+    found = [path.parent for path in out.glob("*/config.json") if path.is_file() and not path.parent.is_symlink()]
     return sorted(found, key=lambda path: (path / "config.json").stat().st_mtime, reverse=True)
 
 

@@ -29,6 +29,8 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}")
 HASH_CHUNK_BYTES = 1 << 22
 JSON_BYTES = 64 << 20  # no file of ours comes near
 SPOILT = "spoilt"  # in a checkpoint's run.json: weights were not finite; kept to be looked at, never to go on from
+CONFIG = "config.json"
+EXPORTED = (CONFIG, "adapter_config.json")  # with a manifest beside it, which a run has not
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: the word of a library that keeps no number
 
 Beat = Callable[[], object]  # called as work goes on, for whoever watches
@@ -56,7 +58,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        return self.root / "config.json"
+        return self.root / CONFIG
 
     @property
     def env(self) -> Path:
@@ -334,6 +336,15 @@ def check_plain(folder: Path) -> None:
         for path in (Path(place) / name for name in names):
             if not stat.S_ISREG(path.lstat().st_mode):
                 raise DataError("a link, a pipe or a device in place of a file", where=str(path), hint=f"rm {path}")
+
+
+def refuse_export(folder: Path) -> None:
+    """Nothing goes on from what was written for other programs."""
+    found = [name for name in EXPORTED if (folder / name).is_file() and (folder / MANIFEST).is_file()]
+    if found:
+        train_on = f"; its weights train on by --model.init pretrained --model.model-path {folder}"
+        hint = f"the run it was made of{train_on if found == [CONFIG] else ''}"
+        raise ConfigError("is an export for other programs, and no run", where=str(folder), hint=hint)
 
 
 def sweep(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from lockstep.config.catalog import catalog, config_class, show_value
 from lockstep.config.given import Origin, from_document, from_flag, from_overrides
 from lockstep.config.merge import MASK, Loaded, resolve
 from lockstep.config.schema import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.rundir import read_json
 
 __all__ = [
@@ -86,9 +86,13 @@ def load_run(
     try:
         saved: dict[str, Any] = read_json(path)
         family, preset, tree = str(saved["family"]), str(saved["preset"]), dict(saved["config"])
+    except FileNotFoundError:
+        raise ConfigError("no run here", where=str(path), hint="lockstep shows the last runs") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"no run here: {type(error).__name__} while reading its configuration", where=str(path)
+        raise DataError(
+            f"the configuration of the run cannot be read: {error!r}",
+            where=str(path),
+            hint="a copy of that file; sample and export need only the checkpoints; or train anew: --name NEW",
         ) from None
     known = catalog(family)
     for setting in known.settings.values():

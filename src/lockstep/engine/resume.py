@@ -52,6 +52,7 @@ def find(config: RunConfig, identity_hash: str) -> ResumePoint | None:
         return ResumePoint(path, None)
     if not path.exists() and named.is_dir():  # a run by its name, or `latest`
         path = named
+    rundir.refuse_export(path)
     if (path / rundir.MANIFEST).is_file():  # one checkpoint: an older one than the newest starts a run of its own
         run = RunDir(path.resolve().parents[1])
         newest = Checkpointer(run.checkpoints).found()[-1:]
