@@ -252,6 +252,33 @@ def test_bad_words_are_refused_with_one_error(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("tail", "code", "told"),
+    [
+        (["writing failed: No space left (0.1 MiB free)", "  try: free some space", ""], 74,
+         "cannot be prepared: writing failed: No space left (0.1 MiB free)\n  try: free some space\n"),
+        (["Traceback ...", "RuntimeError: no idea"], 1, "cannot be prepared: RuntimeError: no idea\n"),
+        (["  try: "], 137, "cannot be prepared: try:\n"),
+        ([], -9, "cannot be prepared: killed\n"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("place")
+def test_data_that_cannot_be_made_is_told_as_the_child_told_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tail: list[str], code: int, told: str
+) -> None:
+    """Its error, its hint and its exit code, where that is one of ours."""
+
+    class FailingCrew(Crew):
+        def run(self, tasks: Sequence[Task], **_: Any) -> list[Ending]:
+            return [Ending(code, "killed", tuple(tail)) for _ in tasks]
+
+    monkeypatch.setattr(conduct, "Crew", FailingCrew)
+    monkeypatch.setattr(rounds, "is_prepared", lambda *_: False)
+    found = cli.main(["check", "--device", "cpu", "--quick", "--gpus", "2", "--workload", "llama"])
+    assert found == (74 if code == 74 else 1)
+    assert capsys.readouterr().err.endswith(told)
+
+
 def test_an_audit_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(rounds.Rounds, "audit", lambda _: (0, ["Audit on CPU", "all 25 repeat their bits"]))
     assert cli.main(["check", "--device", "cpu", "--quick", "--gpus", "2", "--audit", "--name", "run"]) == 0

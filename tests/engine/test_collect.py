@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.engine import collect as module
 from lockstep.engine.collect import Collection, collect, plan
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError
 from lockstep.learners.history import History, Learner
 from lockstep.learners.ppo import PPO
 from lockstep.learners.q_learning import QLearning
@@ -257,8 +257,10 @@ def test_a_disk_that_is_full_is_said_once_and_nothing_is_lost(tmp_path: Path, mo
 def test_what_no_disk_can_hold_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QLearning, "run", lambda *_: pytest.fail("begun"))
     wanted = plan(darkroom.build(), QLearning(), total_timesteps=10**15, streams=10, folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"81,000,000,000,000,000 steps need 2,640,299,499\.0 GiB, and .* are free"):
+    told = r"81,000,000,000,000,000 steps need 2,703,666,687,011\.7 MiB, and .* are free"
+    with pytest.raises(LockstepError, match=told) as said:
         collect(wanted)
+    assert said.value.exit_code == ExitCode.IO, "as of a disk that is full later on"
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     small = plan(darkroom.build(), QUICK, total_timesteps=4000, streams=10, folder=tmp_path)
     collect(small)

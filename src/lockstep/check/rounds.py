@@ -23,6 +23,7 @@ from lockstep.runtime import env, faults
 REPLICA, AUDIT = "lockstep.check.replica", "lockstep.check.audit"  # what the processes run
 THREADS = 1  # of the host, in every replica: another number could mean other bits
 SAMPLE_SECONDS = 2.0
+HINT = "try: "  # before the last line of an error
 ANSWER_SECONDS = 10.0  # for the driver's first and last word about the cards
 OURS = (
     "LOCKSTEP_WORK",
@@ -76,9 +77,13 @@ class Rounds:
         task = dataclasses.replace(task, record=None)
         [ending] = self.crew.run([task], patience_seconds=float("inf"), tell=lambda _: None)
         if ending.error:
-            said = next((line for line in reversed(ending.tail) if line.strip()), ending.error)
+            lines = [line.strip() for line in ending.tail if line.strip()] or [ending.error]
+            hint = lines.pop().removeprefix(HINT) if len(lines) > 1 and lines[-1].startswith(HINT) else ""
             raise LockstepError(
-                f"the data of the check cannot be prepared: {said.strip()[:300]}", where=str(self.plan.data)
+                f"the data of the check cannot be prepared: {lines[-1][:300]}",
+                where=str(self.plan.data),
+                hint=hint,
+                exit_code=next((known for known in ExitCode if known == ending.code), ExitCode.FAILED),
             )
 
     def audit(self) -> tuple[int, list[str]]:

@@ -39,7 +39,7 @@ from lockstep.engine.history_files import (
     settings_of,
     world_settings,
 )
-from lockstep.errors import ConfigError, DataError, Stopped
+from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, Stopped
 from lockstep.learners import draws
 from lockstep.learners.history import Learner
 from lockstep.learners.network import one_thread
@@ -200,10 +200,11 @@ def _check_room(wanted: Collection) -> None:
     there = sum(path.stat().st_size for path in wanted.file("parts").glob("*.npy"))
     needed, free = steps * STEP_BYTES - there, shutil.disk_usage(wanted.folder).free
     if needed > free:
-        raise ConfigError(
-            f"{steps:,} steps need {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free",
+        raise LockstepError(
+            f"{steps:,} steps need {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free",
             where=str(wanted.folder),
             hint="a smaller data.total_source_timesteps, or a data.data_path on another disk",
+            exit_code=ExitCode.IO,
         )
 
 
