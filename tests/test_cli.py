@@ -60,6 +60,9 @@ def test_every_verb_has_help(lockstep: Run, verb: str) -> None:
         ["export", "x"], ["export", "x", "--to", "gguf"], ["config", "explain", "nonsense"], ["config", "schema", "x"],
         ["init", "nonsense"], ["train", "llama", "--config"], ["config", "validate", "nowhere.json"],
         ["train", "llama", "tiny", "\udcff=3"], ["train", "llama", "tiny", "--max-steps", "\udcff"],
+        ["train", "llama", "tiny", "--run.tags", '{"a": "\udcff"}'], ["train", "llama", "tiny", "run.tags={\udcff: a}"],
+        ["sample", "x", "\udcff"], ["eval", "x", "--answer", "\udcff"],
+        ["eval", "x", "--answer", "a", "--prompt=\udcff"],
     ],
 )  # fmt: skip
 def test_usage_mistakes_are_exit_2_with_a_hint(lockstep: Run, in_dir: Path, words: list[str]) -> None:

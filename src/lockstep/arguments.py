@@ -52,6 +52,7 @@ SHORTS = (
     Short("--hf-token", "Hugging Face token ($HF_TOKEN); never written", "TOKEN"),
 )
 OF_COLLECTIONS = ("--device", "--data-path", "--log-level")  # the short words that mean something to them
+NOT_CARRIED = "holds a character that no file name or log can carry"
 LAUNCHES = ("auto", "inline", "workers", "torchrun", "accelerate", "slurm")
 EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"
 
@@ -238,3 +239,15 @@ def real(low: float, high: float) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def plain_text(word: str) -> str:
+    """An argument that is a text, and not bytes of some other code."""
+    if not is_carried(word):
+        raise argparse.ArgumentTypeError(f"{NOT_CARRIED}; retype it")
+    return word
+
+
+def is_carried(word: str) -> bool:
+    """Whether every program can be given this text: it has no zero in it and is UTF-8."""
+    return "\0" not in word and not any("\ud800" <= letter <= "\udfff" for letter in word)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from lockstep.arguments import OF_COLLECTIONS, SHORTS, Parser, Setting, real, understand, whole
+from lockstep.arguments import OF_COLLECTIONS, SHORTS, Parser, Setting, plain_text, real, understand, whole
 
 SCRIPTS = ("slurm", "torchrun", "accelerate", "k8s")
 
@@ -68,7 +68,11 @@ def _collect(parser: Parser) -> None:
 def _sample(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
     parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="what the model continues, or a text with [MASK]s to fill"
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        type=plain_text,
+        help="what the model continues, or a text with [MASK]s to fill",
     )
     parser.flag("--tokens", "how many at most (64; a [MASK] is one)", metavar="N", type=whole(1))
     parser.flag(
@@ -104,8 +108,8 @@ def _eval(parser: Parser) -> None:
     parser.flag("--epochs", "of fine-tuning (3)", metavar="N", type=whole(1), default=3, group=group)
     parser.flag("--lr", "of fine-tuning (by the model's width)", metavar="RATE", type=real(1e-9, 1), group=group)
     group = parser.add_argument_group("how likely an answer is (family llada)")
-    parser.flag("--answer", "the text that is scored", metavar="TEXT", group=group)
-    parser.flag("--prompt", "what stands before it (nothing)", metavar="TEXT", group=group)
+    parser.flag("--answer", "the text that is scored", metavar="TEXT", type=plain_text, group=group)
+    parser.flag("--prompt", "what stands before it (nothing)", metavar="TEXT", type=plain_text, group=group)
     parser.flag("--samples", "ways to hide it (128)", metavar="N", type=whole(1), group=group)
     parser.flag("--cfg-scale", "how much more the prompt counts (0)", metavar="S", type=real(-1, 100), group=group)
     group = parser.add_argument_group("walks of an agent in its unseen tasks (family ad)")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep import families
+from lockstep.arguments import is_carried
 from lockstep.config import reader
 from lockstep.config.schema import FAMILIES, RunConfig
 
@@ -53,7 +54,7 @@ class Setting:
             return SWITCH_WORDS[text.lower()]
         if self.types & {"integer", "number", "boolean"}:
             return reader.scalar(text) if text else text
-        if "object" in self.types:
+        if "object" in self.types and is_carried(text):  # else it is refused as it stands
             name = f"--{self.key}"
             return reader.parse(f"x: {text}".encode(), name=name, kind="yaml").tree["x"] if text else {}
         return text

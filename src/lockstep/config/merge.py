@@ -10,6 +10,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lockstep import registry, rundir
+from lockstep.arguments import NOT_CARRIED, is_carried
 from lockstep.config import reader, renames
 from lockstep.config.catalog import Catalog, Setting, catalog, config_class, show_value
 from lockstep.config.given import Given, Origin, joint_setting
@@ -249,12 +250,8 @@ def _check_texts(item: Given) -> None:
     value = item.value
     words = [*value.keys(), *value.values()] if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     for word in words:  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(word, str) and ("\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word)):
-            raise ConfigError(
-                f"{item.written}: holds a character that no file name or log can carry",
-                where=item.where,
-                hint="retype it",
-            )
+        if isinstance(word, str) and not is_carried(word):
+            raise ConfigError(f"{item.written}: {NOT_CARRIED}", where=item.where, hint="retype it")
 
 
 def _refusal(item: Given, setting: Setting, known: Catalog) -> ConfigError:
