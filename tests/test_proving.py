@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lockstep.config.load import load, to_dict
 from lockstep.engine.checkpoint import MODEL
 from lockstep.errors import ExitCode
 from lockstep.rundir import RunDir
-from lockstep.runtime import env
+from lockstep.runtime import env, owner
 from tests.conftest import Outcome
 from tests.gates.training import FEW_WORDS
 
@@ -197,6 +198,30 @@ def test_a_proof_that_fails_leaves_what_it_speaks_of(
     assert f"left for you to look at and to remove: {scratch.resolve()}" in failed.out
     assert not list(scratch.glob("held_*"))
     assert contents(run) == before
+    assert owner.read(scratch) is None, "the next proof leaves it too"
+
+
+def test_what_a_killed_proof_has_left_goes_with_the_next_one(in_dir: Path) -> None:
+    """Only that: not what a proof works in, here or on another machine, and nothing without an owner."""
+    run = in_dir / "runs" / "run"
+    folders = {name: run.with_name(f".prove-{name}") for name in ("killed", "working", "elsewhere", "nobodys")}
+    for folder in (run, *folders.values()):
+        (folder / "held_step_00000002").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        for name in ("killed", "elsewhere"):
+            owner.write(folders[name], [], pid=process.pid)
+        process.kill()
+    away = json.loads((folders["elsewhere"] / owner.FILE).read_text()) | {"host": "another"}
+    rundir.write_json(folders["elsewhere"] / owner.FILE, away)
+    owner.write(folders["working"], [])
+    with proving._scratch(run) as scratch:
+        assert {path.name for path in run.parent.iterdir()} == {
+            "run", ".prove-working", ".prove-elsewhere", ".prove-nobodys", scratch.name
+        }  # fmt: skip
+        told = owner.read(scratch)
+        assert told is not None
+        assert told.is_alive()
+    assert not scratch.exists()
 
 
 @pytest.mark.parametrize(

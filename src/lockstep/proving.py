@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, Not
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
 from lockstep.rundir import MANIFEST, RunDir
-from lockstep.runtime import env
+from lockstep.runtime import env, owner
 from lockstep.runtime.scrub import scrubber
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.report.losses import Compared
 
 AGAIN = "again"  # the name of the run that makes the steps again
+SCRATCH = ".prove-"  # before the name of the folder of a proof
 HELD = "held_"  # before the names of checkpoints that stay meanwhile
 SILENT: Mapping[str, Any] = {  # cosmetic: what is shown and written beside the numbers
     "training.save_interval": 0, "training.eval_interval": 0, "training.eval_batches": 1, "training.gen_interval": 0,
@@ -184,19 +186,26 @@ def _beginning(run: RunDir) -> tuple[Path | None, int]:
 def _scratch(run: Path) -> Generator[Path]:
     """A folder for the steps that are made again: beside the run, where there is room for such a state.
 
-    It stays where they have failed, without the files of the run: what is said of the failure leads into it.
+    It stays where they have failed, without the files of the run: what is said of the failure leads into it. That of a
+    proof that was killed goes with the next proof.
     """
+    for left in run.resolve().parent.glob(f"{SCRATCH}*"):
+        if (its := owner.read(left)) and its.is_here and not its.is_alive():
+            shutil.rmtree(left, ignore_errors=True)
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=".prove-", dir=run.resolve().parent))
+        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=run.resolve().parent))
     except OSError:
         scratch = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     try:
+        with suppress(OSError):
+            owner.write(scratch, sys.argv)
         yield scratch
     finally:
         failed = RunDir(scratch / AGAIN).failure.is_file()
         for path in scratch.glob(f"{HELD}*") if failed else (scratch,):
             shutil.rmtree(path, ignore_errors=True)
         if failed:
+            owner.leave(scratch)  # nobody else removes it
             say(scrubber()(f"  left for you to look at and to remove: {scratch}"))
 
 
