@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import compat
+from lockstep import compat, families
 from lockstep.config.catalog import catalog
 from lockstep.config.schema import FAMILIES
 from lockstep.errors import ExitCode
@@ -189,6 +189,16 @@ def test_modules_named_in_the_architecture_page_exist() -> None:
     package = ROOT / "src" / "lockstep"
     missing = [name for name in named if not (package / name).is_file() and name != "options.py"]
     assert missing == []
+
+
+def test_the_architecture_page_names_every_family() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+Config)` \|.*\| `doors/(\w+)/` \|$", text, re.MULTILINE)
+    known = [(name, config.__name__, families.FAMILIES[name].folder) for name, config in FAMILIES.items()]
+    assert rows == known
+    for name, _, folder in known:
+        for row, word in (("doors", f"`doors/{folder}/`"), ("presets", f"`presets/{name}/`")):
+            assert re.search(rf"^\| {row} \|.*{word}", text, re.MULTILINE), word
 
 
 def test_the_exit_code_page_is_the_table_of_the_code() -> None:
