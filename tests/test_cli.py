@@ -319,19 +319,6 @@ def test_sample_and_export_reach_the_engine(lockstep: Run, in_dir: Path, monkeyp
     assert f"{in_dir}/runs/mine: exists and is not empty\n  try: lockstep export mine {in_dir}/runs/mine-2" in full.err
 
 
-@pytest.mark.parametrize("place", [".", "./", "..", "/", "here/.."])
-def test_an_export_takes_no_folder_away_from_under_you(
-    lockstep: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    make_run(in_dir / "runs" / "mine")
-    (empty := in_dir / "empty").mkdir()
-    monkeypatch.chdir(empty)
-    refused = lockstep("export", "../runs/mine", place, "--to", "hf")
-    assert refused.code == 73
-    assert ": is where you are, and an export takes the place of its folder\n  try: a folder of its own" in refused.err
-    assert list(empty.iterdir()) == []
-
-
 def test_prepared_datasets_are_listed_checked_and_removed(lockstep: Run, in_dir: Path) -> None:
     assert "No prepared dataset" in lockstep("prepare", "llama", "tiny", "--list").out
     assert "Nothing to remove" in lockstep("prepare", "llama", "tiny", "--clean").out

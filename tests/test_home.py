@@ -37,6 +37,19 @@ def test_an_export_is_no_run(lockstep: Run, in_dir: Path, words: str, name: str)
     assert ("--model.init pretrained --model.model-path runs/a/out" in refused.err) == (name == "config.json")
 
 
+@pytest.mark.parametrize("place", [".", "./", "..", "/", "here/.."])
+def test_an_export_takes_no_folder_away_from_under_you(
+    lockstep: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    write_json(in_dir / "runs" / "mine" / "config.json", {})
+    (empty := in_dir / "empty").mkdir()
+    monkeypatch.chdir(empty)
+    refused = lockstep("export", "../runs/mine", place, "--to", "hf")
+    assert refused.code == 73
+    assert ": is where you are, and an export takes the place of its folder\n  try: a folder of its own" in refused.err
+    assert list(empty.iterdir()) == []
+
+
 @pytest.mark.parametrize("content", ['{"family": "llama", "conf', "{}", "[]"])
 def test_a_damaged_configuration_is_told_as_such(lockstep: Run, in_dir: Path, content: str) -> None:
     (config := in_dir / "runs" / "a" / "config.json").parent.mkdir(parents=True)
