@@ -165,6 +165,7 @@ def test_a_dry_run_refuses_what_a_run_would(
         (("--gpus", "4", "--mode", "hsdp"), "1,024 of 4 workers", 2),
         (("--gpus", "2", "--mode", "replicas"), "256", 1),
         (("--gpus", "2", "--nodes", "2", "--node-rank", "0", "--master-addr", "h"), "1,024 of 4 workers", 1),
+        (("--gpus", "2", "--nodes", "2"), "1,024 of 4 workers", 1),
         (("--launch", "slurm", "--nodes", "2", "--gpus", "2", "--mode", "hsdp"), "1,024 of 4 workers", 2),
         (("--gpus", "2", "--data-path", "-"), "512 of 2 workers", 1),
     ],
@@ -188,6 +189,14 @@ def test_a_dry_run_counts_the_workers(
     assert present.shards(mode, place) == shards
     memory = present.memory_estimate(config, shape, compiled=False, shards=shards)
     assert f"memory per GPU    {_size(memory.total)} estimated" in planned.out
+
+
+def test_histories_that_are_still_to_be_collected_can_be_planned_for(lockstep: Cli, in_dir: Path) -> None:
+    (in_dir / "empty").mkdir()
+    for words in ((), ("--data-path", "empty"), ("--data-path", "none yet")):
+        planned = lockstep("train", "ad", "tiny", "--device", "cpu", *words, "--dry-run")
+        assert planned.code == 0, planned.text
+        assert "memory per GPU" in planned.out
 
 
 def test_gpus_that_are_elsewhere_can_be_planned_for(lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

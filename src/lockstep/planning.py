@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ExitCode
@@ -33,15 +34,17 @@ def _workers(loaded: Loaded, asked: Start) -> tuple[int, int]:
     if is_child():
         place = env.detect()
         return place.world, place.nodes
+    if asked.nodes and asked.node is None:  # a plan is of all machines
+        asked = replace(asked, node=0, address=asked.address or "the first")
     elsewhere = asked.how == "slurm" or (loaded.config.system.device == "cuda" and not devices.visible_gpus())
     gpus, _, nodes = checked(loaded, asked, cpu=elsewhere or on_cpu(loaded))
     return len(gpus) * nodes, nodes
 
 
 def _check_named(config: RunConfig) -> None:
-    """Refuse text and a checkpoint that are not there."""
+    """Refuse text and a checkpoint that are not there; a folder of histories is made by those who train on it."""
     options = config.data
-    if options.dataset_name in ("auto", "text") and options.data_path not in (None, "-"):
+    if config.family != "ad" and options.dataset_name in ("auto", "text") and options.data_path not in (None, "-"):
         from lockstep.engine.choices import choose_source
 
         choose_source(options.model_copy(update={"dataset_name": "text"}))

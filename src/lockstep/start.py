@@ -256,8 +256,9 @@ def _attempt(
         free = {"LOCKSTEP_PORT_FREE": "1" if nodes == 1 and _port(asked) is None else ""}  # rank 0 takes its own
         environ = {**_environment(loaded, on_cpu=on_cpu), **free, **variables}
         procs = _plan(asked, gpus, meeting, on_cpu=on_cpu, environ=environ, work=work)
-        if asked.log_folder:  # not sooner: what is refused leaves no folder behind
-            asked.told(f"Log directory: {asked.log_folder}")
+        folder = asked.log_folder
+        if folder and folder.is_dir() and not any(folder.iterdir()):  # what is refused leaves none; once
+            asked.told(f"Log directory: {folder}")
         outcome = supervise(procs, watch, work, asked.told)
     if 0 < len(outcome.slow) < len(gpus):  # all of them in turn is a busy machine, not a slow worker
         asked.told(f"[WARNING] slower than the other workers in this run: {', '.join(outcome.slow)}")

@@ -351,6 +351,7 @@ def test_without_a_driver_nvidia_smi_is_asked(smi: Smi, monkeypatch: pytest.Monk
         ("pretrain_main.py", ["--preset", "tiny"], ""),
         ("run.sh", ["--preset", "tiny"], " of 4 workers"),
         ("prepare_dataset.py", ["--preset", "tiny"], ""),
+        ("train.py", [], ""),
         ("launch_training.sh", ["2", "windows", "--model_name", "lockstep/llada-tiny"], " of 2 workers"),
         ("run_multi_gpu_training.sh", [], " of 4 workers"),
     ],

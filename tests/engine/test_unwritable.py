@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from lockstep import rundir
 from lockstep.engine import folder
@@ -94,3 +95,39 @@ def test_documented_files_go_elsewhere_while_another_run_writes_there(in_dir: Pa
     assert (third.code, "The .pt files" in third.text) == (0, False), third.text
     assert torch_file.read(in_dir / "pt" / "step_2.pt")["global_step"] == 2
     assert {path.name for path in (in_dir / "pt").rglob("*")} == {"second", "step_2.pt", "step_4.pt"}
+
+
+@pytest.mark.parametrize(
+    ("error", "place", "says"),
+    [
+        (PermissionError(13, "Permission denied"), "pt/mine", "The .pt files of this run go to pt/mine"),
+        (OSError(37, "No locks available"), "pt", "Another run may write .pt files to pt, too: No locks available"),
+    ],
+)
+def test_a_folder_that_cannot_be_kept_from_others_is_written_to_all_the_same(
+    error: OSError, place: str, says: str, in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of another user, or a file system that has none: no reason not to train."""
+    real = FileLock.acquire
+
+    def acquire(self: FileLock, *args: Any, **named: Any) -> Any:
+        if Path(self.lock_file) == Path("pt", folder.FILES_LOCK):
+            raise error
+        return real(self, *args, **named)
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    words = ("train", "llama", "tiny", *QUICK, "--max-steps", "2", "training.warmup_steps=0", "--name", "mine")
+    done = lockstep(*words, "training.checkpoint_dir=pt")
+    assert done.code == 0, done.text
+    assert says in done.text
+    assert (in_dir / place / "step_2.pt").is_file()
+
+
+def test_what_a_killed_run_was_writing_goes_and_what_is_the_users_stays(in_dir: Path, lockstep: Cli) -> None:
+    (in_dir / "pt").mkdir()
+    for name in ("step_4.pt.tmp-00eaaff47a70", "mine.pt.tmp-1", ".lock"):
+        (in_dir / "pt" / name).write_text("")
+    words = ("train", "llama", "tiny", *QUICK, "--max-steps", "2", "training.warmup_steps=0")
+    done = lockstep(*words, "training.checkpoint_dir=pt")
+    assert done.code == 0, done.text
+    assert {path.name for path in (in_dir / "pt").iterdir()} == {"step_2.pt", "mine.pt.tmp-1", ".lock"}

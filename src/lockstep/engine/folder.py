@@ -29,7 +29,7 @@ from lockstep.runtime.group import Group
 
 logger = logging.getLogger(__name__)
 
-FILES_LOCK = ".lock"  # in a folder of documented files: held by the run that writes them, and gone with it
+FILES_LOCK = ".lockstep.lock"  # in a folder of documented files: held by the run that writes them, and gone with it
 
 
 def choose_run(
@@ -203,12 +203,14 @@ def _own_place(asked: str, run: RunDir, closing: contextlib.ExitStack) -> str:
         lock = FileLock(Path(place, FILES_LOCK), timeout=0)
         try:
             lock.acquire()
-        except Timeout:
+        except (Timeout, PermissionError):  # another run has it, perhaps another user's
             continue
-        except OSError as error:
-            what = f"cannot be kept from other runs: {error.strerror or error}"
-            raise OutputError(what, where=place, hint=f"{key}=DIR, a folder you can write to") from error
-        closing.callback(_give_back, lock)
+        except OSError as error:  # one can write here, as was just seen; but nothing keeps others from it
+            logger.warning("Another run may write .pt files to %s, too: %s", place, error.strerror or error)
+        else:
+            closing.callback(_give_back, lock)
+            for left in Path(place).glob("step_*.pt.tmp-*"):  # by a run that was killed
+                left.unlink(missing_ok=True)
         if place == own:
             why = "as before" if begun else f"another run is writing to {asked} now"
             logger.warning("The .pt files of this run go to %s (%s)", place, why)
