@@ -12,7 +12,7 @@ from tests.hub import server
 from tests.hub.server import LoopbackHub
 
 SHORT = errand.Limits(
-    connect_seconds=1.0, answer_seconds=0.3, patience_seconds=1.5, stall_seconds=0.3, retries=1, pause_seconds=0.02
+    connect_seconds=1.0, answer_seconds=0.3, patience_seconds=1.5, stall_seconds=1.0, retries=1, pause_seconds=0.02
 )
 UNSET = (
     "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE",
