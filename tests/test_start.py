@@ -123,7 +123,8 @@ def test_gpus_that_are_not_there_are_refused(lockstep: Cli, seen: Seen) -> None:
         (("--nodes", "2", "--node-rank", "2"), "--node-rank"),
         (("--nodes", "2", "--node-rank", "1"), "--master-addr"),
         (("--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"), "--master-port"),
-        (("--gpus", "2", "--launch", "inline"), "--launch"),
+        (("--gpus", "1", "--launch", "inline"), "--launch inline: no longer there"),
+        (("--launch=slurm", "--nodes", "2"), "lockstep script slurm FAMILY PRESET | sbatch"),
         (("--launch", "nonsense"), "--launch"),
         (("--gpus", "2", "--master-port", "99999"), "99999"),
         (("--gpus", "2", "--master-addr", "nosuchhost.invalid"), "nosuchhost.invalid"),
@@ -142,7 +143,7 @@ def test_what_cannot_be(lockstep: Cli, seen: Seen, words: tuple[str, ...], says:
     "words",
     [
         ("--gpus", "3", "--canonical"), ("--nodes", "2", "--node-rank", "5"), ("--gpus", "-1"),
-        ("--gpus", "2", "--launch", "inline"), ("--gpus", "3", "--mode", "hsdp"), ("--device", "auto", "--gpus", "2"),
+        ("--launch", "slurm"), ("--gpus", "3", "--mode", "hsdp"), ("--device", "auto", "--gpus", "2"),
         ("--data-path", "/nonexistent.txt"), ("data.dataset_name=auto", "--data-path", "/no.txt"),
         ("--resume", "nosuch"), ("--resume", "nosuch.pt"),
     ],
@@ -166,7 +167,7 @@ def test_a_dry_run_refuses_what_a_run_would(
         (("--gpus", "2", "--mode", "replicas"), "256", 1),
         (("--gpus", "2", "--nodes", "2", "--node-rank", "0", "--master-addr", "h"), "1,024 of 4 workers", 1),
         (("--gpus", "2", "--nodes", "2"), "1,024 of 4 workers", 1),
-        (("--launch", "slurm", "--nodes", "2", "--gpus", "2", "--mode", "hsdp"), "1,024 of 4 workers", 2),
+        (("--nodes", "2", "--gpus", "2", "--mode", "hsdp"), "1,024 of 4 workers", 2),
         (("--gpus", "2", "--data-path", "-"), "512 of 2 workers", 1),
     ],
 )

@@ -53,7 +53,11 @@ SHORTS = (
 )
 OF_COLLECTIONS = ("--device", "--data-path", "--log-level")  # the short words that mean something to them
 NOT_CARRIED = "holds a character that no file name or log can carry"
-LAUNCHES = ("auto", "inline", "workers", "torchrun", "accelerate", "slurm")
+LAUNCHES = ("auto", "workers", "torchrun", "accelerate")
+REMOVED = {  # a flag, a flag with its value, or a verb's argument that lockstep had -> (why it is gone, what to type)
+    "--launch inline": ("one worker trains in this process without being asked to", "leave out --launch"),
+    "--launch slurm": ("jobs are submitted by sbatch", "lockstep script slurm FAMILY PRESET | sbatch"),
+}
 EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"
 
 
@@ -105,7 +109,7 @@ class Parser(argparse.ArgumentParser):
     def add_launch(self) -> None:
         """How the workers are started: not a setting of the run, but of this start."""
         group = self.add_argument_group("starting workers")
-        self.flag("--launch", "auto, inline, workers, torchrun, accelerate or slurm", metavar="HOW", default="auto",
+        self.flag("--launch", "auto, workers, torchrun or accelerate", metavar="HOW", default="auto",
                   choices=LAUNCHES, group=group)  # fmt: skip
         self.flag("--nodes", "machines in this run (1)", metavar="N", type=whole(1), group=group)
         self.flag("--node-rank", "which of them this is, from 0", metavar="N", type=whole(0), group=group)
@@ -116,6 +120,7 @@ class Parser(argparse.ArgumentParser):
 
     def no_such_flag(self, flag: str, others: Sequence[str] = ()) -> ConfigError:
         """A refusal that names the flag most like it."""
+        refuse_removed(flag)
         near = difflib.get_close_matches(flag, [*self.takes_value, *self.shorts, *others], n=1, cutoff=0.7)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
         return ConfigError(f"no such flag of {self.prog}", where=flag[:200], hint=hint)
@@ -131,11 +136,20 @@ def understand(
 ) -> tuple[argparse.Namespace, list[Setting]]:
     """A command line as the parser's own arguments and settings; a word that is neither is a slip in a flag."""
     flags, settings = split(parser, words)
+    for word in flags:
+        refuse_removed(word.replace("=", " ", 1) if word.startswith("--") else f"{parser.prog} {word}")
     for word, _ in settings:
         flag = f"--{word.replace('_', '-')}"
         if "." not in word and flag not in parser.shorts and word.replace("-", "_") not in (known := setting_words()):
             raise parser.no_such_flag(flag, [f"--{name.replace('_', '-')}" for name in known])
     return parser.parse_args(flags), settings
+
+
+def refuse_removed(words: str) -> None:
+    """Say what took the place of something that is gone."""
+    if words in REMOVED:
+        why, instead = REMOVED[words]
+        raise ConfigError(f"no longer there: {why}", where=words, hint=instead)
 
 
 def split(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[Setting]]:

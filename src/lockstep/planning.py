@@ -30,13 +30,13 @@ def show_plan(loaded: Loaded, asked: Start | None = None) -> int:
 
 
 def _workers(loaded: Loaded, asked: Start) -> tuple[int, int]:
-    """(how many workers, on how many machines). GPUs that are not here may be planned for, by name or for SLURM."""
+    """(how many workers, on how many machines). GPUs that are not here may be planned for."""
     if is_child():
         place = env.detect()
         return place.world, place.nodes
     if asked.nodes and asked.node is None:  # a plan is of all machines
         asked = replace(asked, node=0, address=asked.address or "the first")
-    elsewhere = asked.how == "slurm" or (loaded.config.system.device == "cuda" and not devices.visible_gpus())
+    elsewhere = loaded.config.system.device == "cuda" and not devices.visible_gpus()
     gpus, _, nodes = checked(loaded, asked, cpu=elsewhere or on_cpu(loaded))
     return len(gpus) * nodes, nodes
 

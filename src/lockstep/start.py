@@ -87,11 +87,9 @@ def _start(loaded: Loaded, asked: Start) -> int:
 
 
 def _launch(loaded: Loaded, asked: Start) -> int:
-    if asked.how == "slurm":
-        return _by_slurm(loaded, asked)
     cpu = on_cpu(loaded)
     gpus, node, nodes = checked(loaded, asked, cpu=cpu)
-    if len(gpus) == 1 and nodes == 1 and asked.how in ("auto", "inline") and not asked.restarts:
+    if len(gpus) == 1 and nodes == 1 and asked.how == "auto" and not asked.restarts:
         if not cpu:
             env.show_only(gpus[0])
         return _train(loaded, asked)
@@ -102,18 +100,11 @@ def checked(loaded: Loaded, asked: Start, *, cpu: bool) -> tuple[list[int], int,
     """(its GPUs that take part, which machine this is, how many there are); refuses what cannot be started."""
     gpus = _chosen(loaded, asked, on_cpu=cpu)
     node, nodes = _nodes(asked)
-    alone = len(gpus) == 1 and nodes == 1
-    if loaded.config.system.mode == "hsdp" and not alone:
+    if loaded.config.system.mode == "hsdp" and (len(gpus) > 1 or nodes > 1):
         grid("hsdp", world=len(gpus) * nodes, nodes=nodes)  # refuses what cannot be divided, before anything starts
     if (config := loaded.config).system.canonical:  # a run that goes on works its micro-batches out anew
         count = None if config.checkpoint.resume else config.training.grad_accum_nums
         check_canonical(world=len(gpus) * nodes, micro_batches=count)
-    if asked.how == "inline" and not alone:
-        count = f"{nodes} x {len(gpus)}" if nodes > 1 else f"{len(gpus)}"
-        raise ConfigError(f"inline is one process, {count} workers were asked for", where="--launch", hint="--gpus 1")
-    if asked.how == "inline" and asked.restarts:
-        what = "inline is this process, and nobody is left to start it again"
-        raise ConfigError(what, where="--restarts", hint="--launch workers")
     return gpus, node, nodes
 
 
@@ -178,8 +169,6 @@ def _chosen(loaded: Loaded, asked: Start, *, on_cpu: bool) -> list[int]:
 
 def _nodes(asked: Start) -> tuple[int, int]:
     """(which machine this is, how many there are): as asked, else as SLURM says, else the only one."""
-    if asked.how == "slurm":
-        return 0, asked.nodes or int(env.get("SLURM_NNODES", "1"))
     found = env.node_place()
     node, nodes = asked.node, asked.nodes
     if node and nodes is None and not found:
@@ -355,24 +344,6 @@ def _prepare_first(loaded: Loaded, asked: Start) -> Outcome | None:
     watch = Watch(show="all", hang_seconds=NEVER_SECONDS, transcript=asked.transcript)
     with _work_folder() as work:
         return supervise([child], watch, work, asked.told)
-
-
-def _by_slurm(loaded: Loaded, asked: Start) -> int:
-    """Inside an allocation: one launcher on each of its nodes. Outside: submit the script that does that."""
-    from lockstep.launch import scripts, slurm
-    from lockstep.launch.supervise import Watch, supervise
-
-    words = without(asked.module, "--launch", "--nodes")
-    environ = env.child()
-    if slurm.in_allocation(environ):
-        procs = slurm.plan((*words, "--launch", "workers"), _nodes(asked)[1], environ=environ)
-        with _work_folder() as work:
-            return supervise(procs, Watch(show="all", hang_seconds=NEVER_SECONDS), work, asked.told).exit_code
-    gpus = loaded.config.system.gpus
-    count = int(gpus) if gpus.isdecimal() else max(1, len([part for part in gpus.split(",") if part.isdecimal()]))
-    text = scripts.script("slurm", words[2:], nodes=asked.nodes or 1, gpus=count, name=loaded.config.run.name or "")
-    asked.told(f"Submitted SLURM job {slurm.submit(text)}")
-    return ExitCode.DONE
 
 
 def _requeue(asked: Start, exit_code: int) -> None:

@@ -193,8 +193,6 @@ def test_a_configuration_error_is_not_tried_again(tmp_path: Path, cache: Path) -
     assert ended.code == 2, ended.out
     assert not restarts_told(ended.out)
     assert ended.out.count("exists already") == 1
-    refused = trainer.run(tmp_path, *WORDS, "--restarts", "3", "--launch", "inline", workers=1)
-    assert (refused.code, "--restarts" in refused.out) == (2, True)
 
 
 def test_all_restarts_used_up(tmp_path: Path, cache: Path) -> None:

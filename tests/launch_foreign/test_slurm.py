@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -117,25 +118,14 @@ def test_a_generated_script_trains(nodes: int, slurm: Cluster, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_slurm_is_started_for_the_user(slurm: Cluster, tmp_path: Path) -> None:
-    """--launch slurm: a job of its own outside an allocation, a step inside one."""
-    words = ("train", *WORDS, "--gpus", "2", "--training.max_steps", "5", "--launch", "slurm")
-    answer = slurm.run(sys.executable, "-m", "lockstep", *words, cwd=tmp_path)
+def test_the_documented_pipeline_submits(slurm: Cluster, tmp_path: Path) -> None:
+    """`lockstep script slurm ... | sbatch`."""
+    words = (sys.executable, "-m", "lockstep", "script", "slurm", *WORDS, "--gpus", "2", "--training.max_steps", "5")
+    shell = f"{shlex.join(words)} | sbatch --parsable --output=out.txt"
+    answer = slurm.run("bash", "-o", "pipefail", "-c", shell, cwd=tmp_path)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert slurm.wait(answer.stdout.split()[-1])["JobState"] == "COMPLETED"
-    inside = slurm.run(
-        "salloc",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        sys.executable,
-        "-m",
-        "lockstep",
-        *words,
-        "--name=in",
-        cwd=tmp_path,
-    )
-    assert inside.returncode == 0, inside.stdout + inside.stderr
-    assert sorted(losses(tmp_path / "runs/in")) == list(range(5))
+    assert slurm.wait(answer.stdout.strip())["JobState"] == "COMPLETED", (tmp_path / "out.txt").read_text()
+    assert sorted(losses(tmp_path / "runs/job")) == list(range(5))
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
-from lockstep.launch.slurm import SRUN_PATIENCE
 
 KINDS = ("slurm", "torchrun", "accelerate", "k8s")
+# our launchers end each other; srun killing one that still saves or requeues would only do harm
+SRUN_PATIENCE = ("--kill-on-bad-exit=0", "--wait=600")
 WARNING_SECONDS = 120  # how long before the time limit SLURM says so
 STORE_PORT = 29_500  # inside a pod of its own no other job can hold it
 
