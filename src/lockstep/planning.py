@@ -51,4 +51,4 @@ def _check_named(config: RunConfig) -> None:
     if config.checkpoint.resume not in (None, "auto"):
         from lockstep.engine import resume  # which needs torch
 
-        resume.find(config, "")
+        resume.find(config, {})

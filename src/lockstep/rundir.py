@@ -25,6 +25,7 @@ from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, Out
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 LATEST = "latest"
+CHECKPOINT_NAME = re.compile(r"step_\d{8,}")
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}")
 HASH_CHUNK_BYTES = 1 << 22
 JSON_BYTES = 64 << 20  # no file of ours comes near
@@ -336,6 +337,15 @@ def check_plain(folder: Path) -> None:
         for path in (Path(place) / name for name in names):
             if not stat.S_ISREG(path.lstat().st_mode):
                 raise DataError("a link, a pipe or a device in place of a file", where=str(path), hint=f"rm {path}")
+
+
+def saved_checkpoints(folder: Path) -> list[Path]:
+    """The published checkpoints in a run's checkpoints folder, oldest first; whether they verify is another question.
+
+    Unfinished saves (step_N.tmp-...) and folders of other programs are not among them.
+    """
+    named = [path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def refuse_export(folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.load import identity, load
 from lockstep.engine import build, checkpoint, resume
 from lockstep.report.jsonl import read_events
 from lockstep.rundir import RunDir
@@ -54,7 +55,8 @@ def test_another_configuration_is_refused_before_anything_is_loaded(
 
 
 HERE: dict[str, Any] = {
-    "identity": {}, "data_key": "k", "device_name": "NVIDIA H200", "attention": "flex", "compiled": False,
+    "family": "llama", "identity": identity(load("llama", preset="tiny").config),
+    "data_key": "k", "device_name": "NVIDIA H200", "attention": "flex", "compiled": False,
     "cpu_kernels": "AVX2", "versions": {"torch": "2.13.0", "cuda": "13.0", "cudnn": "91002", "python": "3.12.1"},
     "config": {"system": {"deterministic": True}},
 }  # fmt: skip

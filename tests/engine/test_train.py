@@ -207,7 +207,10 @@ def test_resume_from_a_documented_file_and_auto(in_dir: Path, lockstep: Cli) -> 
         "train", "llama", "tiny", *flags, "--resume", "auto", "--name", "unheard"
     ).out  # fmt: skip
     fresh = lockstep("train", "llama", "tiny", *flags, "--resume", "auto", "system.seed=7")
-    assert "Nothing to resume in runs: starting anew (unheard has another system.seed)\n" in fresh.out
+    said = (
+        "Nothing to resume in runs: starting anew. unheard has other settings:\n    system.seed: 42 in unheard, 7 now\n"
+    )
+    assert said in fresh.out
 
 
 def test_a_foreign_configuration_is_refused_with_the_difference(in_dir: Path, lockstep: Cli) -> None:

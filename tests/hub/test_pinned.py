@@ -103,14 +103,13 @@ def test_auto_goes_on_with_what_it_took(
         ("--dataset", "builtin|text") if begun == "with the hub" else ("--dataset", "wikitext"),
         ("--lr", "9e-5"),
     ):
-        found = predecessor.find(*_asked(*words, *other, "--resume", "auto"))
+        found = predecessor.resolved_before(_asked(*words, *other, "--resume", "auto"))
         assert found == {}, other
 
 
 def _asked(*words: str) -> Any:
     parsed, settings = verb_arguments.parse("train", "", words[1:], setting_words)
-    config = load(parsed.family, preset=parsed.what, flags=settings).config
-    return config, config.data
+    return load(parsed.family, preset=parsed.what, flags=settings).config
 
 
 @pytest.mark.parametrize("trouble", ["half", "{}", "config only", "403 file", "fails later", "403 data"])

@@ -28,6 +28,7 @@ class Setting:
     role: str
     unit: str
     default: Any
+    before: Any  # what runs that were saved without it had
     expected: str  # what it accepts, in words
     types: frozenset[str]  # JSON types
     words: tuple[str, ...]  # the words it accepts, for those that take one of a few
@@ -139,6 +140,7 @@ def _setting(path: Path, field: dict[str, Any]) -> Setting:
         role=field.get("role", ""),
         unit=field.get("unit", ""),
         default=field.get("default"),
+        before=field.get("before", field.get("default")),
         expected=_expected(choices, field.get("examples", [])),
         types=frozenset(types),
         words=tuple(words),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config import reader, renames
+from lockstep.config import reader, renames, saved
 from lockstep.config.catalog import Catalog, Setting, catalog, show_value
 from lockstep.errors import ConfigError
 
@@ -94,6 +94,7 @@ def from_flag(key: str, text: str | None, known: Catalog) -> Given:
 def flag_words(family: str) -> set[str]:
     """Every word without a section that is a setting as a flag, or was one once."""
     known = {path[-1] for path in (*catalog(family).settings, *renames.JOINT, *renames.RETIRED)}
+    known |= {key.rpartition(".")[2] for key in saved.REMOVED}  # to be refused by name
     return (
         known
         | renames.plain_words(family)
@@ -123,7 +124,7 @@ def from_overrides(overrides: Mapping[str, Any], known: Catalog) -> list[Given]:
 def joint_setting(path: tuple[str, ...]) -> Setting:
     types = {"use_amp": "boolean", "max_seq_length": "integer", "profile_from": "integer"}.get(path[-1], "string")
     expected = {"boolean": "true or false", "integer": "a whole number"}.get(types, ", ".join(renames.DTYPES))
-    return Setting(path, "", "", "", None, expected, frozenset({types}), (), secret=False)
+    return Setting(path, "", "", "", None, None, expected, frozenset({types}), (), secret=False)
 
 
 def _plain(word: str) -> str:

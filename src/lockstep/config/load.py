@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lockstep import families, registry
-from lockstep.config import reader
+from lockstep.config import reader, saved
 from lockstep.config.catalog import catalog, config_class, show_value
 from lockstep.config.given import Origin, from_document, from_flag, from_overrides
 from lockstep.config.merge import MASK, Loaded, resolve
@@ -21,8 +21,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.rundir import read_json
 
 __all__ = [
-    "Loaded", "Origin", "from_dict", "identity", "identity_diff", "identity_hash", "load", "load_file", "load_run",
-    "preset_file", "presets", "read_config", "replaced", "to_dict",
+    "Loaded", "Origin", "from_dict", "from_saved", "identity", "identity_diff", "identity_hash", "load", "load_file",
+    "load_run", "preset_file", "presets", "read_config", "replaced", "to_dict",
 ]  # fmt: skip
 
 PRESETS_FOLDERS = (Path(__file__).parents[1] / "presets", Path(__file__).parents[3] / "presets")  # installed, checkout
@@ -57,6 +57,11 @@ def from_dict(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
     return resolve(family, [from_document(document, catalog(family))], preset="").config
 
 
+def from_saved(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+    """The configuration that a run or a checkpoint of this or an earlier version saved."""
+    return from_dict(saved.read_tree(tree, str(tree.get("family", "llama")), where=where), where=where)
+
+
 def load_file(path: Path, family: str = "llama") -> Loaded:
     """A configuration file over the defaults, without a preset; of the family that it names, else of the given one."""
     documents = read_config(path, family)
@@ -84,8 +89,8 @@ def load_run(
     """The configuration a run was started with, changed by what its checkpoint says since, by dotted key, and flags."""
     path = run / "config.json"
     try:
-        saved: dict[str, Any] = read_json(path)
-        family, preset, tree = str(saved["family"]), str(saved["preset"]), dict(saved["config"])
+        record: dict[str, Any] = read_json(path)
+        family, preset, tree = str(record["family"]), str(record["preset"]), dict(record["config"])
     except FileNotFoundError:
         raise ConfigError("no run here", where=str(path), hint="lockstep shows the last runs") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -94,7 +99,7 @@ def load_run(
             where=str(path),
             hint="a copy of that file; sample and export need only the checkpoints; or train anew: --name NEW",
         ) from None
-    known = catalog(family)
+    known, tree = catalog(family), saved.read_tree(tree, family, where=str(path))
     for setting in known.settings.values():
         if setting.key in since and len(setting.path) > 1 and isinstance(section := tree.get(setting.path[0]), dict):
             section[setting.path[1]] = since[setting.key]
@@ -147,10 +152,10 @@ def read_config(path: Path, family: str) -> list[reader.Document]:
             where=f"--config {str(path)[:300]!r}" if not str(path).isprintable() else f"--config {str(path)[:300]}",
             hint=families.FAMILIES[family].example_files(),
         )
-    return [_settings_of(document) for document in reader.read_file(path)]
+    return [_settings_of(document, family) for document in reader.read_file(path)]
 
 
-def _settings_of(document: reader.Document) -> reader.Document:
+def _settings_of(document: reader.Document, family: str) -> reader.Document:
     """Of the config.json of a run its settings; any other file as it is."""
     tree, name = document.tree, "config"
     if "identity_hash" not in tree or not isinstance(tree.get(name), dict):
@@ -159,7 +164,8 @@ def _settings_of(document: reader.Document) -> reader.Document:
         {path[1:]: place for path, place in places.items() if path[0] == name and len(path) > 1}
         for places in (document.keys, document.values)
     )
-    return reader.Document(document.name, tree[name], keys, values)
+    settings = saved.read_tree(tree[name], str(tree.get("family", family)), where=document.name)
+    return reader.Document(document.name, settings, keys, values)
 
 
 # ------------------------------------------------------------------------------------------------ out again
@@ -189,10 +195,10 @@ def identity_hash(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()
 
 
-def identity_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One readable line per setting in which two identities differ."""
+def identity_diff(old: Mapping[str, Any], new: Mapping[str, Any], *, place: str = "in the checkpoint") -> list[str]:
+    """One readable line per setting in which two identities differ; `place` says where the old one stands."""
     return [
-        f"{key}: {show_value(old[key]) if key in old else 'not set'} in the checkpoint, "
+        f"{key}: {show_value(old[key]) if key in old else 'not set'} {place}, "
         f"{show_value(new[key]) if key in new else 'not set'} now"
         for key in sorted({*old, *new})
         if key not in old or key not in new or old[key] != new[key]

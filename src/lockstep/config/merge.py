@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from lockstep import registry, rundir
 from lockstep.arguments import NOT_CARRIED, is_carried
-from lockstep.config import reader, renames
+from lockstep.config import reader, renames, saved
 from lockstep.config.catalog import Catalog, Setting, catalog, config_class, show_value
 from lockstep.config.given import Given, Origin, joint_setting
 from lockstep.config.schema import RunConfig
@@ -37,6 +37,7 @@ class Loaded:
     preset: str
     family: str
     name: str = ""  # for the run folder: of the file if one was given, else of the preset
+    asked: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the identity settings before `auto` was resolved
 
 
 def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> Loaded:
@@ -94,6 +95,8 @@ def _translate(layer: Sequence[Given], known: Catalog, notices: list[str]) -> It
                 notices.append(f"{item.key_where}: {item.written} is read as {'.'.join(new)}")
             target = new
         setting = known.settings.get(target[:2]) or (joint_setting(target) if target in renames.JOINT else None)
+        if setting is None and (error := saved.refusal(".".join(target), item.value, where=item.key_where)):
+            raise error
         if setting is None or (len(target) > 2 and "object" not in setting.types) or len(target) > 3:
             raise ConfigError(_unknown(item, known), where=item.key_where, hint=_meant(item.path, known))
         if target == PRECISION and item.is_text and item.value is None and item.path[-1] in renames.SWITCHES:
@@ -257,6 +260,8 @@ def _check_texts(item: Given) -> None:
 def _refusal(item: Given, setting: Setting, known: Catalog) -> ConfigError:
     """Got, expected, and the likely slip."""
     value = item.value
+    if error := saved.refusal(setting.key, value, where=item.where):
+        return error
     key = setting.key if item.origin.layer != "flag" or item.written != setting.key else ""
     got = "something else" if setting.secret else show_value(value)
     hint = known.explanation(setting.key)

@@ -29,6 +29,10 @@ def read_only(name: str) -> AttributeError:
     )
 
 
-def setting(default: Any, description: str, *, role: Role = "identity", unit: str = "", **limits: Any) -> Any:
-    """One setting. Role: identity decides the numbers, layout how they are computed, cosmetic what is shown."""
-    return Field(default, description=description, json_schema_extra={"role": role, "unit": unit}, **limits)
+def setting(default: Any, description: str, *, role: Role = "identity", unit: str = "", **more: Any) -> Any:
+    """One setting. Role: identity decides the numbers, layout how they are computed, cosmetic what is shown.
+
+    `before` is the value of all runs that were saved before the setting existed, where that is not its default.
+    """
+    extra = {"role": role, "unit": unit, **({"before": more.pop("before")} if "before" in more else {})}
+    return Field(default, description=description, json_schema_extra=extra, **more)

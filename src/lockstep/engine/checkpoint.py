@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import socket
 import time
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, RUN = "model.safetensors", "optimizer.safetensors", "run.json"
 KINDS = (MODEL, OPTIMIZER)
-NAME = re.compile(r"step_\d{8,}")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SEEN_SECONDS = 5.0  # a file on a network disk may show up late elsewhere
 
@@ -239,8 +237,7 @@ class Checkpointer:
 
     def found(self) -> list[Path]:
         """Published checkpoints, oldest first; whether they verify is another question. Other folders are not ours."""
-        named = [path for path in self.folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(named, key=_number)
+        return rundir.saved_checkpoints(self.folder)
 
     def latest(self) -> Path | None:
         """The newest checkpoint that verifies; says which ones do not, and why."""

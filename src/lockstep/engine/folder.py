@@ -42,7 +42,7 @@ def choose_run(
     def decide() -> dict[str, str | None]:
         if planned.config.report.results_dir:
             results.probe(Path(planned.config.report.results_dir), planned.config.family)
-        point = _of_its_own(resume.find(planned.config, planned.identity_hash), loaded)
+        point = _of_its_own(resume.find(planned.config, loaded.asked), loaded)
         if point:
             allow = planned.config.checkpoint.allow_mismatch
             asked = resume.with_saved_split(planned, point).config
@@ -149,6 +149,7 @@ def begin_run(run: RunDir, planned: Plan, loaded: Loaded, *, again: bool) -> Non
         "preset": loaded.preset,
         "created": time.time(),
         "identity_hash": planned.identity_hash,
+        "asked": dict(loaded.asked),
         "config": to_dict(config),
         "origins": {key: f"{origin.layer} {origin.where}".strip() for key, origin in loaded.origins.items()},
     }

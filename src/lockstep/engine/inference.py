@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep import rundir
-from lockstep.config.load import from_dict
+from lockstep.config.load import from_saved
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Objective, SampleOptions, Tokenizer
 from lockstep.data.tokenize import CONTINUED, SPECIALS, TokenizerFile, load_tokenizer
@@ -85,7 +85,7 @@ def load_model(path: Path, *, device: str = "auto", documents_apart: bool = Fals
     """The same without the words, which not every model has."""
     checkpoint = _checkpoint_of(path)
     about = read_about(checkpoint)
-    config = from_dict(about["config"])
+    config = from_saved(about["config"])
     shape = shapes.from_hf(about["shape"])
     place = pick_device(device, 0)
     if adapters.has_additions(config):
@@ -127,7 +127,7 @@ def bare_model(
 
 def untrained(trained: Trained, seed: int) -> nn.Module:
     """The same model as if it had never learnt: what pretraining is compared with."""
-    config = from_dict(read_about(trained.checkpoint)["config"])
+    config = from_saved(read_about(trained.checkpoint)["config"])
     place = next(trained.model.parameters()).device
     return bare_model(config, trained.shape, place, documents_apart=True, seed=seed)
 
@@ -271,4 +271,4 @@ def export_adapter(path: Path, folder: Path) -> Path:
     """`lockstep export RUN --to peft`: the additions of a LoRA run, for the peft package."""
     checkpoint = _checkpoint_of(path)
     about = read_about(checkpoint)
-    return adapters.export_adapter(from_dict(about["config"]), shapes.from_hf(about["shape"]), checkpoint, folder)
+    return adapters.export_adapter(from_saved(about["config"]), shapes.from_hf(about["shape"]), checkpoint, folder)

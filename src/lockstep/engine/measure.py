@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.load import from_dict
+from lockstep.config.load import from_saved
 from lockstep.data.loader import validation_batches
 from lockstep.engine.build import make_objective
 from lockstep.engine.choices import speaking
@@ -104,7 +104,7 @@ def measure_run(path: Path) -> Measured:
     """`lockstep eval RUN`: the same rows, masks and batches as the validation of the run itself."""
     trained = load_run(path, documents_apart=True)
     about = read_about(trained.checkpoint)
-    config = from_dict(about["config"])
+    config = from_saved(about["config"])
     options = config.training
     prepared = prepare(config, make_objective(config), vocab_limit=trained.shape.vocab_size)
     if prepared.key != about["data_key"]:
@@ -179,6 +179,6 @@ def measure_labels(path: Path, labelled: Labelled, how: How) -> Comparison:
             where="--labels",
             hint=f"lockstep eval {path}",
         )
-    config = from_dict(read_about(trained.checkpoint)["config"])
+    config = from_saved(read_about(trained.checkpoint)["config"])
     rows = encode(labelled.texts, trained.tokenizer, longest=config.training.context_length)
     return compare(trained.model, partial(untrained, trained), rows, labelled, how)

@@ -1,24 +1,42 @@
-"""What an earlier run has decided: with `checkpoint.resume` its dataset, commit and tokenizer stand. Torch-free."""
+"""Which earlier run `checkpoint.resume` means, and what that run resolved. Torch-free: the launcher asks it first.
+
+`auto` compares what was asked with what was asked: it means the newest run with a checkpoint that was given the same
+settings, before any `auto` value was resolved. The run that is found keeps its dataset, commit and tokenizer.
+"""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.load import identity
-from lockstep.engine.options import AutoRows
-from lockstep.rundir import read_json
-from lockstep.runtime import hub
+from lockstep import rundir
+from lockstep.config import saved
+from lockstep.config.load import from_dict, identity, identity_diff
+from lockstep.errors import LockstepError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
-    from lockstep.data.options import DataOptions
 
 NAMES = ("dataset_name", "data_path", "tokenizer_name")  # settings of `data` that may be open
 AUTO_DATASETS = ("wikitext", "builtin")
-SPLIT = ("batch_size", "grad_accum_nums")
+PINNED = re.compile(r"(.+)@[0-9a-f]{40}(,[0-9a-f]{40})*")
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run that saved a checkpoint."""
+
+    folder: Path
+    created: float
+    asked: Mapping[str, Any]  # its identity settings as they were given, before anything was resolved
+    data: Mapping[str, Any]  # its section `data` as it was resolved
+
+    def differences(self, asked: Mapping[str, Any]) -> list[str]:
+        """One line per setting that was asked for otherwise."""
+        return identity_diff(_normal(self.asked), _normal(asked), place=f"in {self.folder.name}")
 
 
 def is_open(name: str, value: str | None) -> bool:
@@ -28,90 +46,66 @@ def is_open(name: str, value: str | None) -> bool:
     return value == "-" if name == "data_path" else value in (None, "auto")
 
 
-def find(config: RunConfig, options: DataOptions) -> dict[str, str | None]:
-    """What the run that is to be resumed has taken; {}: no run, or none that this configuration could mean.
-
-    Whether it is really resumed is decided later, when its checkpoints are looked at.
-    """
-    asked = config.checkpoint.resume
-    if asked is None:
-        return {}
-    if asked != "auto":
-        saved = _read(_run_of(Path(asked), Path(config.run.out)))
-        return taken(options, saved) or {} if saved else {}
-    runs = [path.parent for path in Path(config.run.out).glob("*/config.json") if not path.parent.is_symlink()]
-    found = [saved for run in runs if any(run.glob("checkpoints/step_*")) and (saved := _read(run))]
-    for saved in sorted(found, key=lambda saved: saved["created"], reverse=True):
-        if _is_alike(config, saved) and (values := taken(options, saved)) is not None:
-            return values
-    return {}
+def resolved_before(config: RunConfig) -> dict[str, str | None]:
+    """The names in `data` as the run to be resumed resolved them, where they differ; {} if no run is meant."""
+    run = _meant(config)
+    return {name: run.data[name] for name in NAMES if run.data[name] != getattr(config.data, name)} if run else {}
 
 
-def taken(options: DataOptions, saved: Mapping[str, Any]) -> dict[str, str | None] | None:
-    """The values of a saved run, where these options leave them open; None: they ask for other ones."""
-    data, values = saved["config"]["data"], dict[str, str | None]()
-    for name in NAMES:
-        ours, theirs = getattr(options, name), data[name]
-        was_open = str(saved["origins"].get(f"data.{name}", "")).startswith("auto")
-        if name == "dataset_name":
-            fits = _could_be(options, theirs, was_open=was_open)
-        elif name == "tokenizer_name" and is_open(name, ours):
-            fits = was_open or theirs == ours
-        else:  # a path may have been dropped with a list in which the text came later
-            fits = theirs == ours or (name == "data_path" and theirs is None and was_open)
-        if not fits:
+def _meant(config: RunConfig) -> EarlierRun | None:
+    """The run that will be resumed; None if there is none, or if it was asked for other data."""
+    resume, out, asked = config.checkpoint.resume, Path(config.run.out), identity(config)
+    if resume is None:
+        return None
+    if resume == "auto" and config.run.name is None:
+        return next((run for run in earlier_runs(out, config.family) if not run.differences(asked)), None)
+    run = read(out / str(config.run.name) if resume == "auto" else _run_of(Path(resume), out))
+    names = {f"data.{name}" for name in NAMES}
+    return run if run and not names & {line.partition(":")[0] for line in run.differences(asked)} else None
+
+
+def earlier_runs(out: Path, family: str) -> list[EarlierRun]:
+    """The runs of a family that saved a checkpoint, newest first."""
+    folders = [path.parent for path in out.glob("*/config.json") if not path.parent.is_symlink()]
+    runs = [run for folder in folders if (run := read(folder)) and run.asked["family"] == family]
+    return sorted(runs, key=lambda run: run.created, reverse=True)
+
+
+def read(folder: Path) -> EarlierRun | None:
+    """The record of a run; None if it cannot be read, or if nothing was saved."""
+    try:
+        record: dict[str, Any] = rundir.read_json(folder / rundir.CONFIG)
+        data = record["config"]["data"]
+        if not all(name in data for name in NAMES) or not rundir.saved_checkpoints(folder / "checkpoints"):
             return None
-        if ours != theirs:
-            values[name] = theirs
-    return values
+        return EarlierRun(folder, float(record["created"]), _asked_of(record), data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, LockstepError):
+        return None
 
 
-def _could_be(options: DataOptions, theirs: str, *, was_open: bool) -> bool:
-    """Whether a dataset that a run has taken is one that these options mean, at whatever commit."""
-    ours, head = options.dataset_name, theirs.partition("@")[0]
-    if is_open("dataset_name", ours):
-        meant = [part.strip().partition("@")[0] for part in ours.split("|")]
-        if ours == "auto":
-            meant = ["text"] if options.data_path is not None else list(AUTO_DATASETS)
-        return was_open and head in meant
-    name, _, revision = ours.partition("@")
-    pinned = all(hub.COMMIT.fullmatch(commit) for commit in theirs.partition("@")[2].split(","))
-    return ours == theirs or (name == head and pinned and revision in ("", "main"))
-
-
-def _is_alike(config: RunConfig, saved: Mapping[str, Any]) -> bool:
-    """Whether all else that decides the numbers is the same; `auto` of ours was something by then."""
-    open_rows = isinstance(config.training.batch_size, AutoRows)
-    if open_rows and _rows(saved["config"]["training"]) != _rows(vars(config.training)):
-        return False
-    for key, value in identity(config).items():
+def _asked_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as given: recorded by the run; in older runs, those whose origin is the user or a preset."""
+    family, tree, origins = str(record["family"]), record["config"], record["origins"]
+    if isinstance(record.get("asked"), dict):
+        return saved.read_identity(record["asked"], family)
+    given: dict[str, Any] = {"family": family}
+    for key, origin in origins.items():
         section, _, name = key.partition(".")
-        if (section == "data" and name in NAMES) or (open_rows and name in SPLIT):
-            continue
-        theirs = saved["config"].get(section)
-        theirs = theirs.get(name) if name and isinstance(theirs, dict) else theirs
-        if value not in ("auto", theirs):
-            return False
-    return True
+        if name and not str(origin).startswith("auto"):
+            given.setdefault(section, {})[name] = tree[section][name]
+    asked = identity(from_dict(saved.read_tree(given, family)))
+    if pinned := PINNED.fullmatch(asked["data.dataset_name"]):  # the commit was added when the name was resolved
+        asked["data.dataset_name"] = pinned[1]
+    return asked
 
 
-def _rows(training: Mapping[str, Any]) -> int:
-    """Of a step on one worker."""
-    return math.prod(int(training[name]) for name in SPLIT)
+def _normal(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with one word for a tokenizer that is left open."""
+    return {**asked, "data.tokenizer_name": asked.get("data.tokenizer_name") or "auto"}
 
 
 def _run_of(path: Path, out: Path) -> Path:
     """The run folder that a path, a name or one checkpoint means."""
     if not path.exists() and (out / path).is_dir():
         path = out / path
-    return path if (path / "config.json").is_file() else path.resolve().parent.parent
-
-
-def _read(run: Path) -> dict[str, Any] | None:
-    """The record of a run; None: there is none to be read."""
-    try:
-        saved: dict[str, Any] = read_json(run / "config.json")
-        known = all(name in saved["config"]["data"] for name in NAMES) and isinstance(saved["origins"], dict)
-        return {**saved, "created": float(saved["created"])} if known else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return path if (path / rundir.CONFIG).is_file() else path.resolve().parent.parent

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep import rundir
-from lockstep.config.load import from_dict
+from lockstep.config.load import from_saved
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, StepRecord
 from lockstep.data.tokenize import load_tokenizer
@@ -53,7 +53,7 @@ def replay(folder: Path, asked: Sequence[Change] = (), *, device: str = "auto") 
             raise NotFoundError(what, where=str(read.weights), hint="debug.bundle=full keeps them in the bundle")
         rundir.verify(read.weights)
     place = pick_device(device, 0)
-    config, unchanged = _as_it_can_be(from_dict(read.about["config"]), place)
+    config, unchanged = _as_it_can_be(from_saved(read.about["config"]), place)
     with mode(place, deterministic=config.system.deterministic, threads=read.about["threads"] or 0):
         first = attempt(read, config, place, unchanged)
         same = not first.fine and _same(read.finding.place, first.place)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import rundir
-from lockstep.config.load import identity, identity_diff, load_run
+from lockstep.config import saved
+from lockstep.config.load import identity_diff
 from lockstep.config.schema import RunConfig
-from lockstep.engine import agent_files, epochs
+from lockstep.engine import agent_files, epochs, predecessor
 from lockstep.engine.checkpoint import RUN, Checkpointer, check_not_spoilt
-from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
+from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEYS_TOLD = 3  # settings in which another run differs
+KEYS_TOLD = 5  # settings in which another run differs
 DECIDING = ("torch", "cuda", "cudnn")  # versions that come with other kernels
 
 
@@ -35,17 +36,17 @@ class ResumePoint:
     run: RunDir | None
 
 
-def find(config: RunConfig, identity_hash: str) -> ResumePoint | None:
-    """What checkpoint.resume asks for; None: start anew."""
-    asked = config.checkpoint.resume
-    if asked is None:
+def find(config: RunConfig, asked: Mapping[str, Any]) -> ResumePoint | None:
+    """What checkpoint.resume means; None: start anew. `asked` are the identity settings before `auto` was resolved."""
+    resume = config.checkpoint.resume
+    if resume is None:
         return None
     out, name = Path(config.run.out), config.run.name
-    if asked == "auto" and name is not None and (point := _of_name(out / name)):
+    if resume == "auto" and name is not None and (point := _of_name(out / name)):
         return point
-    if asked == "auto":
-        return _newest_alike(out, config, identity_hash)
-    path, named = Path(asked), Path(config.run.out) / asked
+    if resume == "auto":
+        return _newest_alike(out, config, asked)
+    path, named = Path(resume), Path(config.run.out) / resume
     if path.suffix == ".pt":
         if not path.is_file():
             raise NotFoundError("no such checkpoint", where=str(path))
@@ -95,47 +96,32 @@ def can_begin(run: RunDir) -> bool:
     return known and not has_saved(run)
 
 
-def _newest_alike(out: Path, config: RunConfig, identity_hash: str) -> ResumePoint | None:
-    """The newest run with these settings; where a name was given, only the one that has it."""
-    candidates: list[tuple[float, Path]] = []
-    others: list[tuple[float, Path]] = []
+def _newest_alike(out: Path, config: RunConfig, asked: Mapping[str, Any]) -> ResumePoint | None:
+    """The newest run that was asked for with these settings; where a name was given, only the one that has it."""
     name = config.run.name
-    for config_file in out.glob("*/config.json"):
-        if config_file.parent.is_symlink() or name not in (None, config_file.parent.name):
-            continue
-        try:
-            saved = rundir.read_json(config_file)
-            alike = saved["identity_hash"] == identity_hash
-            created = float(saved["created"])
-            ours = saved["family"] == config.family
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not a run of ours
-        if ours:
-            (candidates if alike else others).append((created, config_file.parent))
-    for _, folder in sorted(candidates, reverse=True):
-        run = RunDir(folder)
-        newest = Checkpointer(run.checkpoints).latest()
-        if newest:
-            return ResumePoint(newest, run)
-    logger.info("Nothing to resume in %s: starting anew%s", out, _difference(others, config))
+    runs = [run for run in predecessor.earlier_runs(out, config.family) if name in (None, run.folder.name)]
+    for run in runs:
+        if not run.differences(asked) and (newest := Checkpointer(RunDir(run.folder).checkpoints).latest()):
+            return ResumePoint(newest, RunDir(run.folder))
+    logger.info("Nothing to resume in %s: starting anew%s", out, _why_not(runs[0], asked) if runs else "")
     return None
 
 
-def _difference(others: list[tuple[float, Path]], config: RunConfig) -> str:
-    """In what the newest other run that has saved differs, for who has meant it; "" if there is none, or much."""
-    for _, folder in sorted(others, reverse=True):
-        if has_saved(RunDir(folder)):
-            with contextlib.suppress(LockstepError):
-                found = identity_diff(identity(load_run(folder).config), identity(config))
-                keys = [line.partition(":")[0] for line in found]
-                return f" ({folder.name} has another {' and '.join(keys)})" if len(keys) <= KEYS_TOLD else ""
-            return ""
-    return ""
+def _why_not(run: predecessor.EarlierRun, asked: Mapping[str, Any]) -> str:
+    """Why the newest run is not the one that is meant."""
+    differences = run.differences(asked)
+    if not differences:
+        return f". No checkpoint of {run.folder.name} is intact"
+    more = [f"... and {len(differences) - KEYS_TOLD} more"] if len(differences) > KEYS_TOLD else []
+    return f". {run.folder.name} has other settings:" + "".join(
+        f"\n    {line}" for line in [*differences[:KEYS_TOLD], *more]
+    )
 
 
 def check_belongs(about: Mapping[str, Any], current: Mapping[str, Any], *, checkpoint: Path, allow: bool) -> None:
     """Refuse, with the differences, a state of another configuration, model or dataset."""
     try:
+        about = _as_of_today(about, checkpoint)
         differences = identity_diff(about["identity"], current["identity"])
         if about["data_key"] != current["data_key"]:
             old, new = str(about["data_key"])[:12], current["data_key"][:12]
@@ -237,12 +223,21 @@ def saved_rows(point: ResumePoint, config: RunConfig) -> int | None:
 def read_about(checkpoint: Path) -> Mapping[str, Any]:
     """What a checkpoint folder says it belongs to."""
     try:
-        about = rundir.read_json(checkpoint / RUN)["about"]
-        if isinstance(about["identity"], dict) and isinstance(about["config"], dict):
-            return about
-        raise TypeError("no configuration in it")
+        return _as_of_today(rundir.read_json(checkpoint / RUN)["about"], checkpoint)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None
+
+
+def _as_of_today(about: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Any]:
+    """The same with the settings of the version that saved it read as those of this one."""
+    if not isinstance(about["identity"], dict) or not isinstance(about["config"], dict):
+        raise TypeError("no configuration in it")
+    family, where = str(about["family"]), str(checkpoint)
+    settings = {
+        "identity": saved.read_identity(about["identity"], family, where=where),
+        "config": saved.read_tree(about["config"], family, where=where),
+    }
+    return {**about, **settings}
 
 
 def steps_of(checkpoint: Path) -> int:

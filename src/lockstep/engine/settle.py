@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep import registry
 from lockstep.config.given import Origin
+from lockstep.config.load import identity
 from lockstep.data.options import HistoryOptions
 from lockstep.engine import predecessor
 from lockstep.engine.choices import (
@@ -58,7 +59,7 @@ def decide(config: RunConfig) -> Decided:
     if options.data_path == "-":
         decided["data_path"] = (str(_from_stdin(options)), "")
         options = _with(options, decided)
-    earlier = predecessor.find(config, options)
+    earlier = predecessor.resolved_before(config.model_copy(update={"data": options}))
     decided |= {name: (value, "") for name, value in earlier.items()}
     options = _with(options, decided)
     if is_open("dataset_name", options.dataset_name):
@@ -87,7 +88,12 @@ def settled(loaded: Loaded, decided: Decided) -> Loaded:
         for name, (value, line) in decided.items()
         if value != (was := getattr(loaded.config.data, name)) and (name != "dataset_name" or is_open(name, was))
     }
-    return replace(loaded, config=applied(loaded.config, decided), origins={**loaded.origins, **origins})
+    return replace(
+        loaded,
+        config=applied(loaded.config, decided),
+        origins={**loaded.origins, **origins},
+        asked=identity(loaded.config),
+    )
 
 
 def lines(decided: Decided) -> list[str]:

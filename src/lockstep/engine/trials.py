@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep import rundir
-from lockstep.config.load import from_dict
+from lockstep.config.load import from_saved
 from lockstep.data.histories import file_of, read_note
 from lockstep.data.loader import validation_batches
 from lockstep.data.options import HistoryOptions
@@ -229,7 +229,7 @@ def _of_file(path: Path, device: str) -> LoadedModel:
     content: Any = torch_file.read(path)
     try:
         about, weights = content[legacy.EXTRA_KEY]["about"], content["model"]
-        config, shape = from_dict(about["config"]), shapes.from_hf(about["shape"])
+        config, shape = from_saved(about["config"]), shapes.from_hf(about["shape"])
         model = bare_model(config, shape, pick_device(device, 0), documents_apart=False)
         fill(model, weights)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:

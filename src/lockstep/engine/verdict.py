@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.load import from_dict
+from lockstep.config.load import from_saved
 from lockstep.contracts import Batch, Objective
 from lockstep.engine import first_loss
 from lockstep.engine.bundle import Bundle
@@ -163,7 +163,7 @@ def ruined(read: Bundle, loss: float, batches: Sequence[Batch], objective: Objec
 
     `loss`: of the same step in fp32, this rank's part of the mean over all of them.
     """
-    config, before = from_dict(read.about["config"]), _finite(read.finding, "loss")
+    config, before = from_saved(read.about["config"]), _finite(read.finding, "loss")
     guess = first_loss.foreseen(config, shapes.from_hf(read.about["shape"]), batches, objective=objective).loss
     own = sum(sum(batch.weights.values()) for batch in batches)
     now = loss * sum(read.about["denominators"].values()) / max(1, own)

@@ -225,7 +225,7 @@ def remedy_command(flags: str, words: str, *, exact: bool, run: Path | None) -> 
 
 def has_saved(run: Path) -> bool:
     """Whether there is a checkpoint to go on from."""
-    return any(rundir.RunDir(run).checkpoints.glob("step_*"))
+    return bool(rundir.saved_checkpoints(rundir.RunDir(run).checkpoints))
 
 
 def last_words(tail: bytes) -> list[str]:
