@@ -54,9 +54,12 @@ SHORTS = (
 OF_COLLECTIONS = ("--device", "--data-path", "--log-level")  # the short words that mean something to them
 NOT_CARRIED = "holds a character that no file name or log can carry"
 LAUNCHES = ("auto", "workers", "torchrun", "accelerate")
-REMOVED = {  # a flag, a flag with its value, or a verb's argument that lockstep had -> (why it is gone, what to type)
+REMOVED = {  # a flag, a flag with its value, a verb's flag or argument that lockstep had -> (why, what to type)
     "--launch inline": ("one worker trains in this process without being asked to", "leave out --launch"),
     "--launch slurm": ("jobs are submitted by sbatch", "lockstep script slurm FAMILY PRESET | sbatch"),
+    "lockstep replay --eager-attention": ("plain attention is always tried", "lockstep replay BUNDLE"),
+    "lockstep replay --fp32": ("fp32 is always tried", "lockstep replay BUNDLE"),
+    "lockstep replay --no-compile": ("the step is always tried without the compiler", "lockstep replay BUNDLE"),
 }
 EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"
 
@@ -121,6 +124,7 @@ class Parser(argparse.ArgumentParser):
     def no_such_flag(self, flag: str, others: Sequence[str] = ()) -> ConfigError:
         """A refusal that names the flag most like it."""
         refuse_removed(flag)
+        refuse_removed(f"{self.prog} {flag}")
         near = difflib.get_close_matches(flag, [*self.takes_value, *self.shorts, *others], n=1, cutoff=0.7)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
         return ConfigError(f"no such flag of {self.prog}", where=flag[:200], hint=hint)

@@ -21,11 +21,7 @@ def replay(arguments: Namespace) -> int:
     folder = find(arguments.bundle)
     from lockstep.engine import replay as engine
 
-    flags = {"fp32": engine.FP32, "no_compile": engine.NO_COMPILE, "eager_attention": engine.EAGER_ATTENTION}
-    asked = [change for name, change in flags.items() if getattr(arguments, name)]
-    if arguments.drop_sample is not None:
-        asked.append(engine.Change(f"--drop-sample {arguments.drop_sample}", drop=arguments.drop_sample))
-    done, finding = engine.replay(folder, asked, device=arguments.device)
+    done, finding = engine.replay(folder, drop=arguments.drop_sample, device=arguments.device)
     scrub = scrubber()  # a bundle may come from anywhere
     if arguments.json:
         tried = [

@@ -202,11 +202,7 @@ def _replay(parser: Parser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE|RUN", help=about)
     parser.flag("--device", "auto, cpu or cuda (auto)", metavar="KIND", default="auto", choices=("auto", "cpu", "cuda"))
     parser.flag("--json", "as JSON")
-    group = parser.add_argument_group("does it go away? (all that could tell something)")
-    parser.flag("--fp32", "in fp32", group=group)
-    parser.flag("--no-compile", "without the compiler", group=group)
-    parser.flag("--eager-attention", "with the plain attention", group=group)
-    parser.flag("--drop-sample", "without the I-th row of the step, from 0", metavar="I", type=whole(0), group=group)
+    parser.flag("--drop-sample", "also without the I-th row of the step, from 0", metavar="I", type=whole(0))
 
 
 def _script(parser: Parser) -> None:

@@ -88,7 +88,7 @@ def test_rows_that_nobody_knows(in_dir: Path, lockstep: Cli, monkeypatch: pytest
     def gone(*_: Any) -> Any:
         raise OSError("the stream is gone")
 
-    for name in ("row_ids", "texts", "collated"):
+    for name in ("row_ids", "texts"):
         monkeypatch.setattr(autopsy, name, gone)
     told = small("nan_act@step=1,module=norm", monkeypatch, lockstep)
     assert told.code == 71

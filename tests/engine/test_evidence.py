@@ -199,7 +199,7 @@ def test_what_is_kept_can_be_chosen(in_dir: Path, lockstep: Cli, monkeypatch: py
 
 
 def test_replay_says_what_makes_it_go_away(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real overflow of fp16, and the flags one by one."""
+    """A real overflow of fp16, all that is tried, and a row that is not to blame."""
     from lockstep.models.layers import SwiGLU
 
     forward = SwiGLU.forward
@@ -213,11 +213,11 @@ def test_replay_says_what_makes_it_go_away(in_dir: Path, lockstep: Cli, monkeypa
     bundle = json.loads((in_dir / "runs" / "fp16" / "failure.json").read_text())["bundle"]
     whole = lockstep("replay", bundle)
     assert whole.code == 0, whole.text
-    assert "--fp32: finite" in whole.out
+    assert "in fp32: finite" in whole.out
     assert "Verdict: overflow" in whole.out
-    asked = json.loads(lockstep("replay", "latest", "--fp32", "--drop-sample", "1", "--json").out)
+    asked = json.loads(lockstep("replay", "latest", "--drop-sample", "1", "--json").out)
     assert [(each["change"], each["finite"]) for each in asked["tried"]] == [
-        ("as it was", False), ("--fp32", True), ("--drop-sample 1", False),
+        ("as it was", False), ("in fp32", True), ("with plain attention", False), ("without sample 1", False),
     ]  # fmt: skip
     assert lockstep("replay", bundle, "--drop-sample", "4").code == 2
     monkeypatch.setattr(SwiGLU, "forward", forward)
@@ -227,7 +227,7 @@ def test_replay_says_what_makes_it_go_away(in_dir: Path, lockstep: Cli, monkeypa
 
 
 def test_a_row_that_breaks_the_model(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rare letter is more than the model can bear: replay finds the row that has it."""
+    """A rare letter is more than the model can bear: without the row that has it, the step is finite."""
     from lockstep.models.llama import Llama
 
     forward, letter = Llama.forward, ord("Z")
@@ -247,7 +247,9 @@ def test_a_row_that_breaks_the_model(in_dir: Path, lockstep: Cli, monkeypatch: p
     rows = load_file(Path(failure["bundle"]) / "batch.safetensors")["0.tokens"][:, :-1]
     guilty = (rows == letter).any(1).nonzero().flatten().tolist()
     assert len(guilty) == 1, "the letter is rare"
-    done = lockstep("replay", "delicate")
+    innocent = lockstep("replay", "delicate", "--drop-sample", str((guilty[0] + 1) % len(rows)))
+    assert "Verdict: model: model does it in every way that was tried" in innocent.out
+    done = lockstep("replay", "delicate", "--drop-sample", str(guilty[0]))
     assert done.code == 0, done.text
     wanted = f"data: it goes away without sample {guilty[0]} (row {failure['rows'][guilty[0]]} of the table)"
     assert wanted in done.out

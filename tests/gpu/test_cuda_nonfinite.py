@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from lockstep.config.load import load
-from lockstep.engine import replay as replaying
 from lockstep.engine.build import Assembled, assemble, plan
 from lockstep.engine.replay import replay
 from lockstep.engine.train import rehearse, train
@@ -113,11 +112,11 @@ def check_kernels(model: Any, *, deterministic: bool, compiled: bool) -> None:
     assert all((block._compiled_call_impl is not None) == compiled for block in model.layers)
 
 
-def check_replays(finding: Finding, *, asked: tuple[replaying.Change, ...] = ()) -> None:
+def check_replays(finding: Finding) -> None:
     """The same place on the GPU and the same module on the CPU, each with exit code 0."""
     for device in (DEVICE, "cpu"):
         torch.compiler.reset()
-        done, was = replay(Path(finding.files["bundle"]), asked, device=device)
+        done, was = replay(Path(finding.files["bundle"]), device=device)
         print(device, *done.lines(was), sep="\n  ")
         assert done.exit_code == 0, done.lines(was)
         now, then = done.outcomes[0].place, finding.place
@@ -144,7 +143,7 @@ def test_layer_2(tmp_path: Path, name: str, deterministic: bool) -> None:
     if place.phase == "forward":
         assert (place.block, place.eager) == ("layers.1", True)
     assert place.operation.startswith(case.operation), place.text()
-    check_replays(finding, asked=(replaying.NO_COMPILE,))
+    check_replays(finding)
 
 
 def second_root(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +175,7 @@ def test_a_gradient_that_a_compiled_block_makes(
     assert place.module == "layers.1.mlp"
     assert place.operation.startswith("SqrtBackward")
     assert ".sqrt()" in place.line
-    check_replays(finding, asked=(replaying.NO_COMPILE,))
+    check_replays(finding)
 
 
 @pytest.mark.timeout(900)
@@ -191,7 +190,7 @@ def test_the_debug_preset_as_it_is(tmp_path: Path) -> None:
     assert (finding.step, place.phase, place.module, place.block) == (2, "forward", "layers.1.mlp", "layers.1")
     assert place.operation.startswith("mul ")
     assert place.eager
-    check_replays(finding, asked=(replaying.NO_COMPILE,))
+    check_replays(finding)
     shutil.rmtree(tmp_path, ignore_errors=True)  # 24 GB
 
 
@@ -230,7 +229,7 @@ def test_fp16_that_finds_no_footing_ends(tmp_path: Path) -> None:
     assert finding.place
     assert (finding.kind, finding.place.phase, finding.place.module) == ("overflow", "backward", "norm")
     assert finding.step <= 20
-    assert replay(Path(finding.files["bundle"]), (replaying.FP32,), device=DEVICE)[0].exit_code == 0
+    assert replay(Path(finding.files["bundle"]), device=DEVICE)[0].exit_code == 0
 
 
 # ---------------------------------------------------------------------------------------------------------- no sync

@@ -224,9 +224,10 @@ def test_a_bad_step_is_run_again_as_it_was_and_without_a_row(tmp_path: Path, mon
 
     monkeypatch.setattr(replaying, "_stepper", noted)
     bundle = Path(from_json(caught.value.finding).files["bundle"])
-    replayed, _ = replaying.replay(bundle, [replaying.Change("--drop-sample 0", drop=0)], device="cpu")
+    replayed, _ = replaying.replay(bundle, drop=0, device="cpu")
     assert replayed.reproduced
-    assert steady == [True, True], "by the rule of the run"
+    assert len(steady) > 1
+    assert all(steady), "by the rule of the run"
 
 
 def test_how_much_room_there_is() -> None:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.contracts import Batch, StepRecord
-from lockstep.data.loader import Loader
 from lockstep.engine.parts import Parts
 from lockstep.engine.step import Reading, Stepper
 from lockstep.health.finding import Finding, Place, Table, bad_tables, kind_of
@@ -31,7 +30,6 @@ T = TypeVar("T")
 
 SHOWN_CHARACTERS = 200  # of the text of a row
 MOST_ROWS = 64  # whose text is kept
-CHANGED = "the batch in memory is not the one on disk"
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def examine(parts: Parts, bad: BadStep) -> Finding:
     ranks = _guilty(said, found, sharded=sharded, reproduced=reproduced)
     known = _known(parts, bad).replace(kind=_kind(reading, again, place), reproduced=reproduced, place=place)
     found_here = known.replace(gradients=again.gradients, weights=again.weights, inputs=again.inputs)
-    notes = (*lost, *_notes(parts, bad, again, place, ids=known.row_ids))
+    notes = (*lost, *_notes(bad, again, place, ids=known.row_ids))
     return found_here.replace(notes=notes, **({} if group.world == 1 else {"ranks": ranks}))
 
 
@@ -251,9 +249,7 @@ def _read_kind(reading: Reading) -> str:
     return kind_of(reading.loss, reading.grad_norm)
 
 
-def _notes(
-    parts: Parts, bad: BadStep, again: Again, place: Place | None, *, ids: Sequence[int] = ()
-) -> tuple[str, ...]:
+def _notes(bad: BadStep, again: Again, place: Place | None, *, ids: Sequence[int]) -> tuple[str, ...]:
     notes: list[str] = []
     if place and place.phase in ("forward", "backward") and place.batch >= 0 and len(bad.batches) > 1:
         begin = sum(batch.rows for batch in bad.batches[: place.batch])
@@ -261,8 +257,7 @@ def _notes(
         notes.append(f"micro-batch {place.batch} of {len(bad.batches)}{f': rows {own}' if own else ''}")
     if not again.gradients and math.isfinite(again.loss) and not math.isfinite(again.norm):
         notes.append("every gradient is finite, their norm is not: it is too large for fp32")
-    changed = _or_nothing(lambda: () if _same(collated(parts, bad.step), bad.batches) else (CHANGED,))
-    return (*notes, *changed)
+    return tuple(notes)
 
 
 def _or_nothing(action: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
@@ -272,29 +267,3 @@ def _or_nothing(action: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
     except Exception as failure:
         logger.debug("Not to be had: %s", failure)
         return ()
-
-
-def collated(parts: Parts, step: int) -> list[Batch]:
-    """The batches of a step, made once more from the table."""
-    group, options = parts.council.group, parts.config.training
-    loader = Loader(  # without threads: there is nothing to close, and the table stays open
-        parts.table,
-        parts.stepper.objective,
-        seed=parts.config.system.seed,
-        micro_rows=options.batch_size,
-        micro_batches=options.grad_accum_nums,
-        rank=group.rank,
-        world=group.world,
-        start_step=step,
-        steps=options.max_steps,
-    )
-    return next(loader)
-
-
-def _same(one: Sequence[Batch], other: Sequence[Batch]) -> bool:
-    return len(one) == len(other) and all(
-        a.tensors.keys() == b.tensors.keys()
-        and all(torch.equal(torch.nan_to_num(a.tensors[key]), torch.nan_to_num(b.tensors[key])) for key in a.tensors)
-        and not any(torch.isnan(tensor).any() for tensor in b.tensors.values() if tensor.is_floating_point())
-        for a, b in zip(one, other, strict=True)
-    )

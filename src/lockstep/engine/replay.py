@@ -1,7 +1,7 @@
 """`lockstep replay`: a bad step once more from its bundle, as it was and with one thing changed at a time.
 
-What makes it go away is the answer: one row (data), more digits (overflow), other kernels (kernel). What does not come
-back at all was not in the numbers (hardware-suspect).
+What makes it go away is the answer: more digits (overflow), other kernels (kernel), one row that is left out when asked
+(data). What does not come back at all was not in the numbers (hardware-suspect).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.engine.choices import speaking
 from lockstep.engine.shards import Stored
 from lockstep.engine.state import trained
 from lockstep.engine.step import Reading, Stepper
-from lockstep.engine.verdict import AS_IT_WAS, EAGER_ATTENTION, FP32, NO_COMPILE, Change, Outcome, Replayed
+from lockstep.engine.verdict import AS_IT_WAS, FP32, NO_COMPILE, PLAIN_ATTENTION, Change, Outcome, Replayed
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.health.finding import Finding, Place
 from lockstep.health.fingerprint import digest_model
@@ -38,15 +38,12 @@ from lockstep.runtime.determinism import mode
 from lockstep.runtime.hardware import device_name, pick_device
 from lockstep.worlds.observed import Histories
 
-MOST_ROWS = 64  # that are left out one by one
 
-
-def replay(folder: Path, asked: Sequence[Change] = (), *, device: str = "auto") -> tuple[Replayed, Finding]:
-    """Run the step of a bundle again; `asked`: only these changes, else all that could tell something."""
+def replay(folder: Path, *, drop: int | None = None, device: str = "auto") -> tuple[Replayed, Finding]:
+    """Run the step of a bundle again, then with each change that could tell something, and without the row `drop`."""
     read = bundle.read(folder)
-    for change in asked:
-        if change.drop >= 0:
-            without_row(read.batches, change.drop)  # refused now, not after the first pass, or never
+    if drop is not None:
+        without_row(read.batches, drop)  # refused now, not after the first pass, or never
     if read.weights != folder:
         if not read.weights.is_dir():
             what = "the bundle has no weights, and the checkpoint it names is gone"
@@ -59,7 +56,7 @@ def replay(folder: Path, asked: Sequence[Change] = (), *, device: str = "auto") 
         same = not first.fine and _same(read.finding.place, first.place)
         outcomes = [first]
         if not first.fine:
-            for change in asked or _worth_trying(read, config, first):
+            for change in _worth_trying(config, first, drop):
                 outcomes.append(attempt(read, config, place, change))
     return Replayed(same, tuple(outcomes), verdict.judge(read, outcomes, place, same=same)), read.finding
 
@@ -95,9 +92,7 @@ def attempt(read: Bundle, config: RunConfig, device: torch.device, change: Chang
         stepper.precision.scaler.scale.fill_(read.about["loss_scale"])
     again = run_again(stepper, bad)
     place = None if again.fine or change.drop >= 0 else find_place(stepper, bad, again)
-    explains = again.fine and change == FP32
-    driven = verdict.ruined(read, again.loss, batches, objective) if explains else ""
-    return Outcome(change, again.fine, place, compiled, attention, driven)
+    return Outcome(change, again.fine, place, compiled, attention)
 
 
 def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change: Change) -> dict[str, Any]:
@@ -224,15 +219,13 @@ def _same(was: Place | None, now: Place | None) -> bool:
     return was is not None and now is not None and (was.phase, was.module) == (now.phase, now.module)
 
 
-def _worth_trying(read: Bundle, config: RunConfig, first: Outcome) -> Iterator[Change]:
-    if first.place and first.place.phase == "weights":
-        return
-    if config.training.precision in precision.DTYPES:
+def _worth_trying(config: RunConfig, first: Outcome, drop: int | None) -> Iterator[Change]:
+    given = first.place is not None and first.place.phase in ("weights", "input")  # bad before anything was computed
+    if not given and config.training.precision in precision.DTYPES:
         yield FP32
-    if first.compiled:
+    if not given and first.compiled:
         yield NO_COMPILE
-    if first.attention != "native_math":
-        yield EAGER_ATTENTION
-    rows = sum(batch.rows for batch in read.batches)
-    if 1 < rows <= MOST_ROWS:
-        yield from (Change(f"--drop-sample {row}", drop=row) for row in range(rows))
+    if not given and first.attention != "native_math":
+        yield PLAIN_ATTENTION
+    if drop is not None:
+        yield Change(f"without sample {drop}", drop=drop)
