@@ -54,7 +54,7 @@ def test_every_verb_has_help(lockstep: Run, verb: str) -> None:
     "words",
     [
         ["nonsense"], ["config"], ["config", "nonsense"], ["train"], ["train", "nonsense"],
-        ["train", "llama", "nonsense"], ["script", "torchrun", "llama", "tiny", "--dry-run"],
+        ["train", "llama", "nonsense"], ["script", "slurm", "llama", "tiny", "--dry-run"], ["script", "torchrun"],
         ["train", "llama", "tiny", "demo"], ["train", "llama", "tiny", "--preset", "demo"], ["config", "list", "--foo"],
         ["sample"], ["sample", "x", "y", "--tokens", "0"], ["sample", "x", "y", "--temperature", "nan"],
         ["export", "x"], ["export", "x", "--to", "gguf"], ["config", "explain", "nonsense"], ["config", "schema", "x"],

@@ -123,7 +123,7 @@ def test_gpus_that_are_not_there_are_refused(lockstep: Cli, seen: Seen) -> None:
         (("--nodes", "2", "--node-rank", "2"), "--node-rank"),
         (("--nodes", "2", "--node-rank", "1"), "--master-addr"),
         (("--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"), "--master-port"),
-        (("--gpus", "1", "--launch", "inline"), "--launch inline: no longer there"),
+        (("--gpus", "1", "--launch", "inline"), "--launch inline: was removed"),
         (("--launch=slurm", "--nodes", "2"), "lockstep script slurm FAMILY PRESET | sbatch"),
         (("--launch", "nonsense"), "--launch"),
         (("--gpus", "2", "--master-port", "99999"), "99999"),

@@ -60,6 +60,14 @@ REMOVED = {  # a flag, a flag with its value, a verb's flag or argument that loc
     "lockstep replay --eager-attention": ("plain attention is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --fp32": ("fp32 is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --no-compile": ("the step is always tried without the compiler", "lockstep replay BUNDLE"),
+    "lockstep script torchrun": (
+        "one command line does it",
+        "torchrun --nproc_per_node=N -m lockstep train FAMILY PRESET",
+    ),
+    "lockstep script accelerate": (
+        "one command line does it",
+        "accelerate launch --multi_gpu --num_processes N -m lockstep train FAMILY PRESET",
+    ),
 }
 EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"
 
@@ -153,7 +161,7 @@ def refuse_removed(words: str) -> None:
     """Say what took the place of something that is gone."""
     if words in REMOVED:
         why, instead = REMOVED[words]
-        raise ConfigError(f"no longer there: {why}", where=words, hint=instead)
+        raise ConfigError(f"was removed: {why}", where=words, hint=instead)
 
 
 def split(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[Setting]]:

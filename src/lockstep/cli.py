@@ -253,7 +253,7 @@ def replay(arguments: Namespace, _: list[Setting]) -> int:
 
 
 def script(arguments: Namespace, settings: list[Setting]) -> int:
-    """Print a job script for another launcher."""
+    """Print a job script."""
     from lockstep.arguments import without
     from lockstep.launch.scripts import script as write
     from lockstep.runtime.devices import choose, visible_gpus
@@ -364,7 +364,7 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "diff": ("say in what two runs differ: settings, versions, data, first step and tensor", diff),
     "doctor": ("check whether this machine can train", doctor),
     "replay": ("run a step that was NaN again, from its bundle, and say why", replay),
-    "script": ("print a script for slurm, torchrun, accelerate or k8s", script),
+    "script": ("print a job script for slurm or k8s", script),
     "sample": ("let a trained model continue a text or fill its [MASK]s; an agent walks", sample),
     "eval": ("measure a trained model; --labels FILE: beside random weights; --answer TEXT: its likelihood", evaluate),
     "export": ("write a trained model for transformers", export),

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from lockstep.arguments import OF_COLLECTIONS, SHORTS, Parser, Setting, plain_text, real, understand, whole
 
-SCRIPTS = ("slurm", "torchrun", "accelerate", "k8s")
-
 
 def parse(
     verb: str, about: str, words: Sequence[str], setting_words: Callable[[], set[str]]
@@ -206,7 +204,7 @@ def _replay(parser: Parser) -> None:
 
 
 def _script(parser: Parser) -> None:
-    parser.add_argument("kind", metavar="KIND", choices=SCRIPTS, help=", ".join(SCRIPTS))
+    parser.add_argument("kind", metavar="KIND", choices=("slurm", "k8s"), help="slurm or k8s")
     _configuration(parser, dry_run=False)  # the words go into the job, which would then train nothing
     parser.flag("--nodes", "machines (1)", metavar="N", type=whole(1), default=1)
     parser.flag("--time", "time limit of the job (24:00:00)", metavar="TIME", default="24:00:00")

@@ -1,4 +1,4 @@
-"""Scripts to read, keep and submit: the same training for SLURM, torchrun, accelerate or Kubernetes."""
+"""Scripts to read, keep and submit: the same training for SLURM or Kubernetes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
 
-KINDS = ("slurm", "torchrun", "accelerate", "k8s")
 # our launchers end each other; srun killing one that still saves or requeues would only do harm
 SRUN_PATIENCE = ("--kill-on-bad-exit=0", "--wait=600")
 WARNING_SECONDS = 120  # how long before the time limit SLURM says so
@@ -36,21 +35,13 @@ class Job:
     def has(self, flag: str) -> bool:
         return any(word == flag or word.startswith(f"{flag}=") for word in self.words)
 
-    def train(self, *more: str) -> list[str]:
-        """The training's own words, with what the script adds where the user has not said otherwise."""
+    def train(self) -> list[str]:
+        """The command of each node's launcher: the user's words, and what the script adds where they do not say it."""
         added: list[str] = []
         for flag, value in (("--gpus", str(self.gpus)), ("--resume", "auto"), ("--name", self.name)):
             if value and not self.has(flag):
                 added += [flag, value]
-        return ["lockstep", "train", *self.words, *added, *more]
-
-    def worker(self) -> list[str]:
-        """The same for a launcher that starts one process per GPU itself."""
-        train = self.train()
-        if not self.has("--gpus"):
-            at = train.index("--gpus")
-            del train[at : at + 2]
-        return train
+        return ["lockstep", "train", *self.words, *added, "--launch", "workers"]
 
     def meant_literally(self) -> list[str]:
         """For shellcheck, which asks whether a `$` or `\\` between single quotes is a slip."""
@@ -68,9 +59,9 @@ def script(
     kind: str, words: Sequence[str], *, nodes: int = 1, gpus: int = 1, name: str = "", time_limit: str = ""
 ) -> str:
     """The text of a script. `gpus` is per node; on the CPU it is the number of workers."""
-    writers = {"slurm": slurm, "torchrun": torchrun, "accelerate": accelerate, "k8s": kubernetes}
+    writers = {"slurm": slurm, "k8s": kubernetes}
     if kind not in writers:
-        raise ConfigError(f"no script of kind {kind!r}", hint=f"lockstep script {'|'.join(KINDS)} FAMILY PRESET")
+        raise ConfigError(f"no script of kind {kind!r}", hint=f"lockstep script {'|'.join(writers)} FAMILY PRESET")
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"a script needs nodes and GPUs, not {nodes} x {gpus}", hint="--nodes 1 --gpus 1")
     time_limit = time_limit or "24:00:00"
@@ -116,7 +107,7 @@ def slurm(job: Job) -> str:
         "--open-mode=append",
         "--output=%x-%j.log",
     ]
-    command = [sys.executable, "-m", *job.train("--launch", "workers")]  # each finds its node in SLURM's variables
+    command = [sys.executable, "-m", *job.train()]  # each finds its node in SLURM's variables
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -134,44 +125,6 @@ def slurm(job: Job) -> str:
     )
 
 
-def torchrun(job: Job) -> str:
-    """bash FILE on every node: torch's own launcher."""
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={job.gpus}"]
-    if job.nodes == 1:
-        return _bash(job, [], shell_words([*start, "--standalone", "-m", *job.worker()]))
-    meeting = '--node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT"'
-    lines = [shell_words([*start, f"--nnodes={job.nodes}"]), meeting, shell_words(["-m", *job.worker()])]
-    return _bash(job, _meeting_lines(job), " \\\n    ".join(lines))
-
-
-def accelerate(job: Job) -> str:
-    """bash FILE on every node: accelerate, without its questions."""
-    world = job.nodes * job.gpus
-    start = [sys.executable, "-m", "accelerate.commands.launch"]
-    if world > 1:
-        start.append("--multi_gpu")  # on the CPU too: --cpu starts one process whatever it is told
-    start += [f"--num_processes={world}", f"--num_machines={job.nodes}", "--mixed_precision=no", "--dynamo_backend=no"]
-    if job.nodes == 1:
-        port = ["--main_process_port=0"] if world > 1 else []
-        return _bash(job, [], shell_words([*start, *port, "-m", *job.worker()]))
-    meeting = '--machine_rank="$NODE_RANK" --main_process_ip="$MASTER_ADDR" --main_process_port="$MASTER_PORT"'
-    lines = [shell_words(start), meeting, shell_words(["-m", *job.worker()])]
-    return _bash(job, _meeting_lines(job), " \\\n    ".join(lines))
-
-
-def _meeting_lines(job: Job) -> list[str]:
-    return [
-        f"# On every node: NODE_RANK=<0 to {job.nodes - 1}> MASTER_ADDR=<address of node 0> bash FILE",
-        ': "${NODE_RANK:?the number of this node, from 0}" "${MASTER_ADDR:?the address of node 0}"',
-        f'MASTER_PORT="${{MASTER_PORT:-{STORE_PORT}}}"',
-    ]
-
-
-def _bash(job: Job, before: list[str], command: str) -> str:
-    head = ["#!/usr/bin/env bash", f"# {job.title()}", *job.meant_literally(), "set -euo pipefail"]
-    return "\n".join([*head, *before, f"exec {command}", ""])
-
-
 def kubernetes(job: Job) -> str:
     """kubectl apply -f FILE: one pod per node. No shell reads the words; `$$(` is Kubernetes' own quoting of `$(`."""
     name = (
@@ -186,7 +139,7 @@ def kubernetes(job: Job) -> str:
         str(STORE_PORT),
     ]
     several = ["--nodes", str(job.nodes), *meeting] if job.nodes > 1 else []
-    words = [word.replace("$(", "$$(") for word in job.train("--launch", "workers")]
+    words = [word.replace("$(", "$$(") for word in job.train()]
     command = ["python", "-m", *words, *several]
     gpus = {} if job.on_cpu else {"nvidia.com/gpu": job.gpus}
     container = {
