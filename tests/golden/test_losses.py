@@ -16,8 +16,6 @@ import pytest
 
 from tests.gates.training import FEW_DOCUMENTS, losses, run
 
-pytestmark = pytest.mark.usefixtures("shared_cache")
-
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "data.dataset_name": "synthetic",
@@ -50,6 +48,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "objective.random_length_probability": 0.3,
         "system.threads": 1,
     },
+    "ad": {
+        "data.data_path": "histories",
+        "data.n_stream": 2,
+        "data.train_n_stream": 2,
+        "data.total_source_timesteps": 200,
+        "training.max_steps": 12,
+        "training.grad_accum_nums": 2,
+        "training.batch_size": 4,
+        "training.weight_decay": 0.1,
+        "training.gen_episodes": 0,
+        "system.threads": 1,
+    },
 }
 SMALL_CHANGES: dict[str, list[dict[str, Any]]] = {
     "llama": [
@@ -60,7 +70,14 @@ SMALL_CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "mlm": [{"objective.random_share": 0.11}, {"objective.mask_probability": 0.16}, {"model.dropout": 0.101}],
     "llada": [{"objective.eps": 2e-3}, {"objective.random_length_probability": 0.0}, {"system.seed": 43}],
+    "ad": [{"model.attention_dropout": 0.101}, {"training.learning_rate": 2.9e-3}, {"data.alg_seed": 43}],
 }
+
+
+@pytest.fixture(autouse=True)
+def _shared_histories(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `ad` learns from is collected once."""
+    monkeypatch.chdir(shared_cache)
 
 
 def golden(family: str) -> Path:
@@ -80,7 +97,7 @@ def matches(values: dict[str, Any], golden: dict[str, Any]) -> bool:
     return all(values[key] == pytest.approx(golden[key], rel=1e-4) for key in golden)
 
 
-@pytest.mark.parametrize(("family", "steps"), [("llama", 12), ("mlm", 10), ("llada", 14)])
+@pytest.mark.parametrize(("family", "steps"), [("llama", 12), ("mlm", 10), ("llada", 14), ("ad", 12)])
 def test_losses_are_the_golden_ones(family: str, steps: int, tmp_path: Path) -> None:
     values = measured(family, tmp_path)
     if os.environ.get("LOCKSTEP_GOLDEN") == "write":
