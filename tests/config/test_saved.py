@@ -23,15 +23,15 @@ GONE = Removed("nothing reserves disk space any more", "leave it out", harmless=
 
 
 @pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, Any], None]]:
-    """Adds a setting to family llama: section, name, field."""
+def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str, Any], None]]:
+    """Adds a setting to the schema: family, section, name, field."""
 
-    def add(section: str, name: str, field: Any) -> None:
-        family = schema.FAMILIES["llama"]
-        old = family.model_fields[section].annotation
+    def add(family: str, section: str, name: str, field: Any) -> None:
+        config = schema.FAMILIES[family]
+        old = config.model_fields[section].annotation
         new = create_model(old.__name__, __base__=old, **{name: (type(field.default), field)})  # type: ignore[union-attr]
-        changed = create_model(family.__name__, __base__=family, **{section: (new, new())})
-        monkeypatch.setitem(schema.FAMILIES, "llama", changed)
+        changed = create_model(config.__name__, __base__=config, **{section: (new, new())})
+        monkeypatch.setitem(schema.FAMILIES, family, changed)
         catalogs.catalog.cache_clear()
 
     yield add
@@ -42,8 +42,8 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, Any],
 def test_a_setting_that_was_added_since_had_its_default_in_older_runs(added: Callable[..., None]) -> None:
     config = load("llama", preset="tiny").config
     old_identity, old_tree = identity(config), to_dict(config)
-    added("training", "optimizer_kind", setting("adamw", "Which optimizer."))
-    added("model", "softcap", setting(30.0, "Limit of the logits.", before=0.0))
+    added("llama", "training", "optimizer_kind", setting("adamw", "Which optimizer."))
+    added("llama", "model", "softcap", setting(30.0, "Limit of the logits.", before=0.0))
     now = load("llama", preset="tiny").config
     assert identity(now)["training.optimizer_kind"] == "adamw"
     read = saved.read_identity(old_identity, "llama")

@@ -57,9 +57,9 @@ def from_dict(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
     return resolve(family, [from_document(document, catalog(family))], preset="").config
 
 
-def from_saved(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+def from_saved(tree: Mapping[str, Any], *, where: str = "config", trains: bool = True) -> RunConfig:
     """The configuration that a run or a checkpoint of this or an earlier version saved."""
-    return from_dict(saved.read_tree(tree, str(tree.get("family", "llama")), where=where), where=where)
+    return from_dict(saved.read_tree(tree, str(tree.get("family", "llama")), where=where, trains=trains), where=where)
 
 
 def load_file(path: Path, family: str = "llama") -> Loaded:

@@ -41,24 +41,29 @@ def refusal(key: str, value: Any, *, where: str) -> ConfigError | None:
     return ConfigError(f"{key}: {show_value(value)} was removed: {removed.reason}", where=where, hint=removed.hint)
 
 
-def read_identity(saved: Mapping[str, Any], family: str, *, where: str = "") -> dict[str, Any]:
+def read_identity(saved: Mapping[str, Any], family: str, *, where: str = "", trains: bool = True) -> dict[str, Any]:
     """The settings that decide the numbers, by dotted key, as this version would have saved them."""
-    kept = {key: value for key, value in saved.items() if not _is_dropped(key, value, where=where)}
+    kept = {key: value for key, value in saved.items() if not _is_dropped(key, value, where=where, trains=trains)}
     settings = catalog(family).settings.values()
     missing = {each.key: each.before for each in settings if each.role == "identity" and each.key not in kept}
     return {**missing, **kept}
 
 
-def read_tree(saved: Mapping[str, Any], family: str, *, where: str = "") -> dict[str, Any]:
-    """A whole saved configuration, section by section, as this version would have saved it."""
+def read_tree(saved: Mapping[str, Any], family: str, *, where: str = "", trains: bool = True) -> dict[str, Any]:
+    """A whole saved configuration, section by section, as this version would have saved it.
+
+    To use the weights without training on (`trains` false), nothing that was removed is needed.
+    """
     tree: dict[str, Any] = {}
     for name, section in saved.items():
         if isinstance(section, dict):
-            items = cast("dict[str, Any]", section)
+            items = cast("dict[str, Any]", section).items()
             tree[name] = {
-                key: value for key, value in items.items() if not _is_dropped(f"{name}.{key}", value, where=where)
+                key: value
+                for key, value in items
+                if not _is_dropped(f"{name}.{key}", value, where=where, trains=trains)
             }
-        elif not _is_dropped(name, section, where=where):
+        elif not _is_dropped(name, section, where=where, trains=trains):
             tree[name] = section
     for setting in catalog(family).settings.values():
         if setting.before != setting.default and len(setting.path) == 2:
@@ -67,11 +72,11 @@ def read_tree(saved: Mapping[str, Any], family: str, *, where: str = "") -> dict
     return tree
 
 
-def _is_dropped(key: str, value: Any, *, where: str) -> bool:
+def _is_dropped(key: str, value: Any, *, where: str, trains: bool) -> bool:
     """Whether a saved setting is one that the run does not need; raises for one that this version cannot honour."""
-    removed = REMOVED.get(key)
-    if removed and (removed.harmless is None or value in removed.harmless):
+    error, removed = refusal(key, value, where=where), REMOVED.get(key)
+    if error is None:
+        return False
+    if not trains or (removed and (removed.harmless is None or value in removed.harmless)):
         return True
-    if error := refusal(key, value, where=where):
-        raise error
-    return False
+    raise error

@@ -72,7 +72,7 @@ def load_model(
         documents_apart=documents_apart,
         token=hub.token_of(config.data.hf_token),
     ).model
-    about = read_about(checkpoint)
+    about = read_about(checkpoint, trains=False)
     check_base(about, about_base(model), checkpoint=checkpoint, model_path=config.model.model_path)
     weights = Stored(checkpoint, MODEL)
     with torch.no_grad():

@@ -84,7 +84,7 @@ def with_words(loaded: LoadedModel) -> Trained:
 def load_model(path: Path, *, device: str = "auto", documents_apart: bool = False) -> LoadedModel:
     """The same without the words, which not every model has."""
     checkpoint = _checkpoint_of(path)
-    about = read_about(checkpoint)
+    about = read_about(checkpoint, trains=False)
     config = from_saved(about["config"])
     shape = shapes.from_hf(about["shape"])
     place = pick_device(device, 0)
@@ -127,7 +127,7 @@ def bare_model(
 
 def untrained(trained: Trained, seed: int) -> nn.Module:
     """The same model as if it had never learnt: what pretraining is compared with."""
-    config = from_saved(read_about(trained.checkpoint)["config"])
+    config = from_saved(read_about(trained.checkpoint, trains=False)["config"])
     place = next(trained.model.parameters()).device
     return bare_model(config, trained.shape, place, documents_apart=True, seed=seed)
 
@@ -270,5 +270,5 @@ def export_run(path: Path, folder: Path, dtype: str = "fp32") -> Path:
 def export_adapter(path: Path, folder: Path) -> Path:
     """`lockstep export RUN --to peft`: the additions of a LoRA run, for the peft package."""
     checkpoint = _checkpoint_of(path)
-    about = read_about(checkpoint)
+    about = read_about(checkpoint, trains=False)
     return adapters.export_adapter(from_saved(about["config"]), shapes.from_hf(about["shape"]), checkpoint, folder)

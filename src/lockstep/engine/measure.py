@@ -103,7 +103,7 @@ class Scored:
 def measure_run(path: Path) -> Measured:
     """`lockstep eval RUN`: the same rows, masks and batches as the validation of the run itself."""
     trained = load_run(path, documents_apart=True)
-    about = read_about(trained.checkpoint)
+    about = read_about(trained.checkpoint, trains=False)
     config = from_saved(about["config"])
     options = config.training
     prepared = prepare(config, make_objective(config), vocab_limit=trained.shape.vocab_size)
@@ -179,6 +179,6 @@ def measure_labels(path: Path, labelled: Labelled, how: How) -> Comparison:
             where="--labels",
             hint=f"lockstep eval {path}",
         )
-    config = from_saved(read_about(trained.checkpoint)["config"])
+    config = from_saved(read_about(trained.checkpoint, trains=False)["config"])
     rows = encode(labelled.texts, trained.tokenizer, longest=config.training.context_length)
     return compare(trained.model, partial(untrained, trained), rows, labelled, how)

@@ -220,22 +220,22 @@ def saved_rows(point: ResumePoint, config: RunConfig) -> int | None:
     return read_about(point.checkpoint).get("batch_rows")
 
 
-def read_about(checkpoint: Path) -> Mapping[str, Any]:
-    """What a checkpoint folder says it belongs to."""
+def read_about(checkpoint: Path, *, trains: bool = True) -> Mapping[str, Any]:
+    """What a checkpoint folder says it belongs to; to train on from it, or only to use its weights."""
     try:
-        return _as_of_today(rundir.read_json(checkpoint / RUN)["about"], checkpoint)
+        return _as_of_today(rundir.read_json(checkpoint / RUN)["about"], checkpoint, trains=trains)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"cannot be read: {error!r}", where=str(checkpoint / RUN)) from None
 
 
-def _as_of_today(about: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Any]:
+def _as_of_today(about: Mapping[str, Any], checkpoint: Path, *, trains: bool = True) -> Mapping[str, Any]:
     """The same with the settings of the version that saved it read as those of this one."""
     if not isinstance(about["identity"], dict) or not isinstance(about["config"], dict):
         raise TypeError("no configuration in it")
     family, where = str(about["family"]), str(checkpoint)
     settings = {
-        "identity": saved.read_identity(about["identity"], family, where=where),
-        "config": saved.read_tree(about["config"], family, where=where),
+        "identity": saved.read_identity(about["identity"], family, where=where, trains=trains),
+        "config": saved.read_tree(about["config"], family, where=where, trains=trains),
     }
     return {**about, **settings}
 
