@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from tests.conftest import Outcome
 from tests.golden.make_runs import SAME_BITS
+
+ONCE = ("lockstep.cli", "lockstep.engine.train", "tensorboard.summary.writer.event_file_writer", "sympy", "h5py")
 
 
 class Player:
@@ -52,10 +55,8 @@ def child(folder: str, words: list[str], variables: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    import lockstep.cli
-    import lockstep.engine.inference
-    import lockstep.engine.replay
-    import lockstep.engine.train  # noqa: F401 - before the first fork, for all of them
+    for name in ONCE:
+        importlib.import_module(name)
 
     for line in sys.stdin:
         if (pid := os.fork()) == 0:

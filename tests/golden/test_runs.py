@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep import rundir
 from lockstep.engine.build import versions
-from tests.golden.make_runs import EVALUATE, HISTORIES, KEPT, TESTS, TEXTS, TRAIN, numbers, sha256
+from tests.golden.make_runs import EVALUATE, KEPT, TRAIN, numbers, sha256
 from tests.golden.player import Player
 
 MIDDLE, LAST = "checkpoints/step_00000010", "checkpoints/step_00000020"
@@ -23,30 +23,6 @@ BUNDLE = "workers/n0-CPU/faults/step_000013"
 RECORDED: dict[str, Any] = json.loads((KEPT / "recorded.json").read_text(encoding="utf-8"))
 
 every_family = pytest.mark.parametrize("family", list(TRAIN))
-
-
-@pytest.fixture(scope="module")
-def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
-    """Commands, in a folder that holds the data of the kept runs."""
-    player = Player(tmp_path_factory.mktemp("kept"))
-    for name in TEXTS:
-        shutil.copy(TESTS / name, player.folder)
-    (player.folder / HISTORIES).parent.mkdir(parents=True)
-    shutil.copy(KEPT / HISTORIES, player.folder / HISTORIES)
-    yield player
-    player.close()
-
-
-@pytest.fixture
-def copy(player: Player, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Path]]:
-    """Copies of kept runs in the player's folder, gone after the test."""
-    runs = player.folder / "runs"
-
-    def make(run: str, name: str = "copy") -> Path:
-        return shutil.copytree(KEPT / run, runs / name)
-
-    yield make
-    shutil.rmtree(runs, ignore_errors=True)
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -114,13 +90,14 @@ def test_auto_finds_it(family: str, player: Player, copy: Callable[..., Path]) -
 
 
 @every_family
-def test_trained_anew_it_is_the_same(family: str, player: Player, copy: Callable[..., Path]) -> None:
+def test_trained_anew_it_is_the_same(
+    family: str, player: Player, copy: Callable[..., Path], anew: Callable[[str], Path]
+) -> None:
     of_this_version(copy(family))
-    ended = player("train", *TRAIN[family], "--name", "anew")
-    assert ended.code == 0, ended.text
-    told = player("diff", "runs/copy", "runs/anew")
+    run = anew(family)
+    told = player("diff", "runs/copy", str(run))
     assert told.code == 0, told.text
-    assert state(player.folder / "runs" / "anew") == state(KEPT / family)
+    assert state(run) == state(KEPT / family)
 
 
 @every_family
