@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.config.load import load
 from lockstep.engine import settle
-from lockstep.errors import ConfigError, NotFoundError
+from lockstep.errors import ConfigError, ExitCode, NotFoundError
 from tests.conftest import Outcome
-from tests.data.stories import story, write_stories
+from tests.data.stories import write_stories
 
 QUICK = ("--device", "cpu", "--max-steps", "1", "training.eval_batches=1", "report.tensorboard=false")
 
@@ -94,41 +91,9 @@ def test_a_run_records_what_was_taken(in_dir: Path, lockstep: Callable[..., Outc
     assert "nobody/nothing" not in again.text
 
 
-def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_text_from_a_pipe(
-    in_dir: Path, lockstep: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    texts = [story(number) for number in range(60)]
-    piped(monkeypatch, "\n".join(json.dumps({"text": text}) for text in texts) if kind == "jsonl" else "\n".join(texts))
-    ended = lockstep("train", "llama", "tiny", "--data-path", "-", "--name", "x", *QUICK)
-    assert ended.code == 0, ended.text
-    saved: dict[str, Any] = json.loads((in_dir / "runs/x/config.json").read_text())
-    kept = Path(saved["config"]["data"]["data_path"])
-    assert kept.parent == in_dir / ".cache/datasets"
-    assert kept.suffix == f".{kind}"
-    again = lockstep("resume", "x")
-    assert again.code == 0, again.text
-
-
-def test_nothing_piped_is_refused(
-    in_dir: Path, lockstep: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    piped(monkeypatch, "")
+def test_stdin_is_refused_with_the_line_that_saves_it(in_dir: Path, lockstep: Callable[..., Outcome]) -> None:
     ended = lockstep("train", "llama", "tiny", "--data-path", "-", *QUICK)
-    assert ended.code == 2
-    assert "Traceback" not in ended.text
-    monkeypatch.setattr(sys, "stdin", None)
-    assert lockstep("train", "llama", "tiny", "--data-path", "-", *QUICK).code == 2
-
-
-def test_text_from_a_pipe_needs_a_place(
-    in_dir: Path, lockstep: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (in_dir / "file").touch()
-    piped(monkeypatch, "text")
-    ended = lockstep("train", "llama", "tiny", "--data-path", "-", "data.cache_dir=file", *QUICK)
-    assert (ended.code, "try: data.cache_dir=DIR" in ended.err) == (73, True), ended.text
+    assert ended.code == ExitCode.USAGE, ended.text
+    assert "stdin is not read as a dataset" in ended.err
+    assert "try: COMMAND > corpus.txt, then --data-path corpus.txt" in ended.err
+    assert not (in_dir / "runs").exists()

@@ -1,9 +1,7 @@
-"""Text files as a whole: going on from any place, names and links of any kind, and what is piped in."""
+"""Text files as a whole: going on from any place, names and links of any kind."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -14,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data import cache
-from lockstep.data.options import DataOptions
-from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError, OutputError
+from lockstep.errors import DataError, NotFoundError
 from lockstep.sources import text as module
-from lockstep.sources.text import TextSource, build, find_files, spool
+from lockstep.sources.text import TextSource, find_files
 from tests.formats.samples import HOLDS, SAMPLES, ids, pack, plain
 
 
@@ -159,101 +155,4 @@ def test_links_lead_where_they_lead_and_nowhere_for_ever(tmp_path: Path) -> None
     for name in ("loop.txt", "loose.txt", "pipe.txt"):
         with pytest.raises(NotFoundError) as caught:
             find_files(str(corpus / name))
-        assert ("piped in" in caught.value.hint) == (name == "pipe.txt")
-
-
-# --------------------------------------------------------------------------------------------------------- stdin
-
-
-@pytest.mark.parametrize(
-    ("content", "suffix"),
-    [
-        (b"Some text.\n", "txt"),
-        (b'{"text": "one"}\n{"text": "two"}\n', "jsonl"),
-        (b'\n  \n{"text": "one"}\n', "jsonl"),
-        (b'\xef\xbb\xbf{"text": "one"}', "jsonl"),
-        (b"[not json]", "txt"),
-    ],
-)
-def test_what_is_piped_in_becomes_a_file(tmp_path: Path, content: bytes, suffix: str) -> None:
-    path = spool(io.BytesIO(content), tmp_path / "new" / "cache")
-    assert path == tmp_path / "new" / "cache" / f"stdin-{hashlib.sha256(content).hexdigest()[:16]}.{suffix}"
-    assert path.read_bytes() == content
-    assert spool(io.BytesIO(content), path.parent) == path
-    assert list(path.parent.iterdir()) == [path]
-    assert len(list(TextSource(str(path)).documents())) == max(1, content.count(b'{"'))
-
-
-@pytest.mark.parametrize("packing", ["gz", "bz2", "xz", "zst"])
-@pytest.mark.parametrize(
-    ("content", "suffix", "held"),
-    [(b"BZhere\xc3\xa4 is text.\n", "txt", "BZhere\u00e4 is text.\n"), (b'\n{"text": "one"}\n', "jsonl", "one")],
-)
-def test_what_is_piped_in_packed_is_called_so(
-    tmp_path: Path, content: bytes, suffix: str, held: str, packing: str
-) -> None:
-    path = spool(io.BytesIO(pack(content, packing)), tmp_path)
-    assert path.name.endswith(f".{suffix}.{packing}")
-    assert list(TextSource(str(path)).documents()) == [held]
-    assert cache.LOOSE.fullmatch(path.name)  # so that clearing the cache takes it along
-    assert spool(io.BytesIO(content), tmp_path).suffix == f".{suffix}"
-    for blank in (b"", b" \n"):
-        with pytest.raises(ConfigError, match="nothing was piped in"):
-            spool(io.BytesIO(pack(blank, packing)), tmp_path)
-
-
-def test_a_damaged_archive_piped_in_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"damaged or incomplete \.gz"):
-        spool(io.BytesIO(pack(b"Some text. " * 99, "gz")[:12]), tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_copy_that_is_gone_has_to_be_piped_in_again(tmp_path: Path) -> None:
-    for content in (b"Some text.", pack(b'{"text": "one"}', "gz")):
-        path = spool(io.BytesIO(content), tmp_path)
-        path.unlink()
-        with pytest.raises(NotFoundError, match="came through a pipe") as caught:
-            TextSource(str(path))
-        assert caught.value.where == str(path)
-        assert "cat FILE | lockstep train ... --data-path -" in caught.value.hint
-    with pytest.raises(NotFoundError, match="no such file"):
-        find_files(str(tmp_path / "stdin-notes.txt"))
-
-
-def test_blanks_before_the_first_character_may_be_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "COPY_BYTES", 4)
-    assert spool(io.BytesIO(b" " * 99 + b'{"text": "one"}'), tmp_path).suffix == ".jsonl"
-
-
-@pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf"])
-def test_nothing_piped_in_is_a_mistake_of_the_command(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(ConfigError, match="nothing was piped in") as caught:
-        spool(io.BytesIO(content), tmp_path)
-    assert caught.value.exit_code == ExitCode.USAGE
-    assert "--data-path -" in caught.value.hint
-    assert list(tmp_path.iterdir()) == []
-
-
-class Breaking(io.BytesIO):
-    """A pipe that breaks in the middle."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if block := super().read(4):
-            return block
-        raise OSError(5, "Input/output error")
-
-
-def test_a_copy_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(LockstepError, match="copying stdin failed: Input/output error") as caught:
-        spool(Breaking(b"some text"), tmp_path)
-    assert caught.value.exit_code == ExitCode.IO
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OutputError) as refused:
-        spool(io.BytesIO(b"text"), tmp_path / "file")
-    assert "data.cache_dir" in refused.value.hint
-
-
-def test_stdin_is_copied_before_it_is_read() -> None:
-    with pytest.raises(ConfigError, match="not been copied"):
-        build(DataOptions(dataset_name="text", data_path="-"))
+        assert ("corpus.txt" in caught.value.hint) == (name == "pipe.txt")

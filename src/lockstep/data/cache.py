@@ -51,8 +51,7 @@ OURS = re.compile(rf"{KEY.pattern}(?P<beside>{BESIDE})")
 SPLITS = ("train", "validation")
 REQUIRED = ("meta.json", "tokenizer.json", *(f"{split}/rows.json" for split in SPLITS))
 MEMO = "lockstep-hashes.json"  # hashes of large source files, kept by the sources
-PIPED = r"stdin-[0-9a-f]{16}\.(txt|jsonl)(\.(gz|bz2|xz|zst))?"
-LOOSE = re.compile(rf"{re.escape(MEMO)}|lockstep-hub\.json(\.lock)?|{PIPED}")  # of no one key
+LOOSE = re.compile(rf"{re.escape(MEMO)}|lockstep-hub\.json(\.lock)?")  # of no one key
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 NO_PLACE = (errno.EEXIST, errno.ENOENT, errno.ENOTDIR)  # where no folder can be made: a file, something below it, /proc
 ALWAYS_HASHED_BYTES = 32 << 20  # caches up to this size are hashed whole on every opening: a few hundredths of a second
@@ -346,14 +345,12 @@ def _cleaned(root: Path, *, dry_run: bool) -> list[str]:
     ours = [path for path in here if _is_ours(path)]
     remove = (lambda _: None) if dry_run else _remove
     removed: list[str] = []
-    busy = False
     for key in sorted({path.name[:KEY_LENGTH] for path in ours}):
         locks = [FileLock(root / f"{key}{suffix}") for suffix in (".lock", ".stream.lock", ".readers.lock")]
         try:
             for lock in locks:
                 lock.acquire(timeout=0)
         except Timeout:
-            busy = True
             continue
         else:
             for path in (path for path in ours if path.name.startswith(key)):
@@ -365,8 +362,8 @@ def _cleaned(root: Path, *, dry_run: bool) -> list[str]:
             for lock in locks:
                 lock.release()
     for path in here:
-        if LOOSE.fullmatch(path.name) and path.is_file() and not (busy and re.fullmatch(PIPED, path.name)):
-            remove(path)  # what was spooled may be what somebody is reading now
+        if LOOSE.fullmatch(path.name) and path.is_file():
+            remove(path)
             removed.append(path.name)
     return removed
 

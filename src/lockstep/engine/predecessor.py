@@ -43,7 +43,7 @@ def is_open(name: str, value: str | None) -> bool:
     """Whether such a value leaves something to be decided."""
     if name == "dataset_name":
         return value == "auto" or "|" in (value or "")
-    return value == "-" if name == "data_path" else value in (None, "auto")
+    return name == "tokenizer_name" and value in (None, "auto")
 
 
 def resolved_before(config: RunConfig) -> dict[str, str | None]:

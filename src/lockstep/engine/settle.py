@@ -1,4 +1,4 @@
-"""What a configuration leaves open, decided once before anything starts: `auto`, a list of datasets, stdin, a commit.
+"""What a configuration leaves open, decided once before anything starts: `auto`, a list of datasets, a commit.
 
 One process decides: the launcher for its workers (through the environment), else the first worker for all. What was
 decided stands in the run's configuration, so a run that goes on later goes on with the same text. Torch-free.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import registry
@@ -55,10 +53,10 @@ def decide(config: RunConfig) -> Decided:
     decided: dict[str, tuple[str | None, str]] = {}
     if isinstance(config.data, HistoryOptions):
         return decided
+    if config.data.data_path == "-":
+        hint = "COMMAND > corpus.txt, then --data-path corpus.txt"
+        raise ConfigError("stdin is not read as a dataset", where="data.data_path", hint=hint)
     options = config.data.model_copy(update={"cache_dir": str(cache_roots(config.data)[0])})
-    if options.data_path == "-":
-        decided["data_path"] = (str(_from_stdin(options)), "")
-        options = _with(options, decided)
     earlier = predecessor.resolved_before(config.model_copy(update={"data": options}))
     decided |= {name: (value, "") for name, value in earlier.items()}
     options = _with(options, decided)
@@ -108,17 +106,6 @@ def for_workers(loaded: Loaded) -> dict[str, str]:
 
 def _with(options: DataOptions, decided: Decided) -> DataOptions:
     return options.model_copy(update={name: value for name, (value, _) in decided.items()})
-
-
-def _from_stdin(options: DataOptions) -> Path:
-    """What comes through the pipe, kept as a file: it can be read only once, and rows are made of it in passes."""
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError(
-            "nothing is piped into this command",
-            where="data.data_path -",
-            hint="cat FILE | lockstep train ... --data-path -",
-        )
-    return registry.load("sources", "text", "spool")(sys.stdin.buffer, cache_roots(options)[0]).absolute()
 
 
 def _dataset(options: DataOptions) -> tuple[str, str]:

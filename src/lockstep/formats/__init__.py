@@ -2,8 +2,8 @@
 
 A kind offers `read(file, how, start)`: its records from number `start` on, over any binary file object with `read`
 (`.parquet` also seeks), so that a file may as well lie behind a network. A packing (`gz`, `bz2`, `xz`, `zst`) offers
-`unpack(file, where)`, the stream inside, and `MAGIC`, how such files begin. A record may be blank, so that each kind
-can skip in its own cheap way; `walk` leaves the blank ones out.
+`unpack(file, where)`, the stream inside. A record may be blank, so that each kind can skip in its own cheap way; `walk`
+leaves the blank ones out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
 from shlex import quote
@@ -30,7 +29,6 @@ PARTS = ("chats",)  # no kinds of files
 COLUMNS = ("text", "content")  # looked for when no column is named
 RECORD_BYTES = 1 << 26  # a longer line, item, field or row is refused, not gathered in memory
 MAX_CUT_CHARACTERS = 1 << 18  # the tokenizers library takes some 170 bytes a character
-MAGIC_BYTES = 16  # at the start of a file: enough to tell a packing by
 LISTED, LISTED_CHARACTERS = 20, 60  # fields in a message
 
 
@@ -128,11 +126,6 @@ def packings() -> tuple[str, ...]:
     return tuple(name for name in registry.names("formats") if hasattr(_module(name), "unpack"))
 
 
-def packing_of(start: bytes) -> str:
-    """The packing that the first bytes of a file tell of; "": none of ours."""
-    return next((name for name in packings() if start.startswith(_module(name).MAGIC)), "")
-
-
 def suffixes() -> str:
     """What files may be called, for messages."""
     return f"{' '.join('.' + name for name in kinds())} (also with {' '.join('.' + name for name in packings())})"
@@ -152,13 +145,9 @@ def _records(file: BinaryIO, how: Reading, start: int) -> Iterator[str | Array]:
     if how.conversations and not getattr(_module(how.kind.name), "HAS_FIELDS", False):
         what = f"a .{how.kind.name} file holds no conversations"
         raise DataError(what, where=how.where, hint=f".jsonl, .json, .csv or .parquet with {FORMS}")
-    with unpacked(file, how.kind.packing, how.where) as content:
+    packing = how.kind.packing
+    with _module(packing).unpack(file, how.where) if packing else contextlib.nullcontext(file) as content:
         yield from _module(how.kind.name).read(content, how, start)
-
-
-def unpacked(file: BinaryIO, packing: str, where: str) -> AbstractContextManager[BinaryIO]:
-    """The stream inside; "": the file as it is."""
-    return _module(packing).unpack(file, where) if packing else contextlib.nullcontext(file)
 
 
 def not_utf8(error: UnicodeDecodeError, how: Reading, place: str = "") -> DataError:

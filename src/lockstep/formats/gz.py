@@ -10,8 +10,6 @@ from typing import BinaryIO, cast
 
 from lockstep.formats import damaged
 
-MAGIC = b"\x1f\x8b"
-
 
 @contextlib.contextmanager
 def unpack(file: BinaryIO, where: str) -> Generator[BinaryIO]:

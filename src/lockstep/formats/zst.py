@@ -10,8 +10,6 @@ from typing import BinaryIO
 from lockstep.errors import LockstepError
 from lockstep.formats import damaged, is_of_content
 
-MAGIC = b"\x28\xb5\x2f\xfd"
-
 
 @contextlib.contextmanager
 def unpack(file: BinaryIO, where: str) -> Generator[BinaryIO]:

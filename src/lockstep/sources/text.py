@@ -1,4 +1,4 @@
-"""Your own text: files, folders and globs (`data.data_path`) of every kind in formats/, and stdin.
+"""Your own text: files, folders and globs (`data.data_path`) of every kind in formats/.
 
 What a document is: a line of .jsonl, an item of .json, a row of .csv, .parquet or .npy, a .txt file. A .txt file longer
 than a fortieth of all the text (at least 1 Ki, at most 256 Ki characters) is cut into documents of that size at blank
@@ -7,20 +7,17 @@ lines, else at line ends, else at blanks, so that even one single file can be sp
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import glob
 import hashlib
 import json
-import re
 import time
-import uuid
 from collections.abc import Generator, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from lockstep import formats, rundir
+from lockstep import formats
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.formats.txt import cut_limit
 from lockstep.rundir import sha256, write_json
@@ -29,14 +26,10 @@ if TYPE_CHECKING:
     from lockstep.contracts import Document, Place
     from lockstep.data.options import DataOptions
 
-STDIN = "-"
 MEMO_BYTES = 1 << 24  # hashes of files from this size on are remembered
 MEMO_AGE_SECONDS = 2.0  # a younger file may still be written to within one tick of its clock
-COPY_BYTES = 1 << 20
 FILES_NAMED = 3  # of a dataset, for people
 HINT = "data.data_path=FILE, FOLDER or 'GLOB'"
-PIPE = "cat FILE | lockstep train ... --data-path -"
-SPOOLED = re.compile(r"stdin-[0-9a-f]{16}(\.[a-z0-9]+){1,2}")
 
 
 def find_files(pattern: str) -> list[tuple[str, Path]]:
@@ -61,10 +54,7 @@ def _find_files(pattern: str) -> list[tuple[str, Path]]:
     elif rest.parts:
         candidates = base.glob(str(rest))
     elif path.exists():
-        raise NotFoundError("neither a file nor a folder", where=pattern, hint=f"{HINT}, or - for what is piped in")
-    elif SPOOLED.fullmatch(path.name):
-        what = "this text came through a pipe, and the copy of it is gone"
-        raise NotFoundError(what, where=pattern, hint=f"pipe it in again: {PIPE}")
+        raise NotFoundError("neither a file nor a folder", where=pattern, hint="cat PIPE > corpus.txt")
     else:
         raise NotFoundError("no such file or folder", where=pattern, hint=HINT)
     named = ((file.relative_to(path if path.is_dir() else base).as_posix(), file) for file in candidates)
@@ -159,42 +149,6 @@ class TextSource:
             skipped = 0
 
 
-def spool(stream: BinaryIO, folder: Path) -> Path:
-    """Copy what is piped in to a file of the folder that is called by its content, and return its path."""
-    rundir.probe(folder, key="data.cache_dir")
-    temporary = folder / f"stdin.tmp-{uuid.uuid4().hex[:12]}"
-    digest = hashlib.sha256()
-    try:
-        with temporary.open("xb") as copy:
-            while block := stream.read(COPY_BYTES):
-                digest.update(block)
-                copy.write(block)
-        with temporary.open("rb") as copy:
-            suffix = _suffix_of(copy)
-        if not suffix:
-            raise ConfigError("nothing was piped in", where="data.data_path=-", hint=PIPE)
-        path = folder / f"stdin-{digest.hexdigest()[:16]}{suffix}"
-        rundir.fsync_path(temporary)
-        temporary.replace(path)
-        rundir.fsync_path(folder)
-    except OSError as error:
-        raise rundir.io_error(error, folder, doing="copying stdin") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
-
-
-def _suffix_of(file: BinaryIO) -> str:
-    """What a file has to be called by its content: .txt or .jsonl, also packed; "": it is blank."""
-    packing, first = formats.packing_of(file.read(formats.MAGIC_BYTES)), b""
-    file.seek(0)
-    with formats.unpacked(file, packing, "data.data_path=-") as content:
-        while not first and (block := content.read(COPY_BYTES)):
-            first = block.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    kind = ".jsonl" if first == b"{" else ".txt"
-    return kind + (f".{packing}" if packing else "") if first else ""
-
-
 def _size(file: Path) -> int:
     with reading(file):
         return file.stat().st_size
@@ -229,7 +183,5 @@ def memo_of(options: DataOptions) -> Path:
 def build(options: DataOptions) -> TextSource:
     if options.data_path is None:
         raise ConfigError("no text to read", where="data.data_path", hint=HINT)
-    if options.data_path == STDIN:  # `spool` comes first, in the one process that stdin belongs to
-        raise ConfigError("stdin has not been copied", where="data.data_path=-", hint=HINT)
     talk = options.documents == "answers"
     return TextSource(options.data_path, column=options.text_column, memo=memo_of(options), conversations=talk)
