@@ -273,32 +273,29 @@ def test_who_gives_up_does_not_wait_for_the_rest_of_a_long_document(monkeypatch:
 # ------------------------------------------------------------------------------------------------ ids that are ready
 
 
-def test_ready_ids_become_rows_as_they_are(in_dir: Path) -> None:
-    ids = np.random.default_rng(0).integers(0, 256, (50, 40), dtype=np.uint16)
-    np.save(in_dir / "ids.npy", ids)
-    made = prepared(configuration(data_path="ids.npy", tokenizer_name="bytes", documents="joined", context=39))
-    rows = {tuple(row) for row in ids.tolist()}
-    stream = np.concatenate([made.train.columns["tokens"][0], *made.train.columns["tokens"][1:, 1:]])
-    assert tuple(stream[:40].tolist()) in rows
-    assert meta_of(made)["tokens"] == {"train": 48 * 40, "validation": 2 * 40}
+def write_windows(ids: Any) -> None:
+    Path("windows").mkdir()
+    np.save("windows/train_data.npy", ids[3:])
+    np.save("windows/val_data.npy", ids[:3])
+    Path("windows/metadata.json").write_text(json.dumps({"sequence_length": ids.shape[1]}), encoding="utf-8")
 
 
 def test_ids_of_another_tokenizer_are_refused_naming_the_largest(in_dir: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 256, (50, 40), dtype=np.uint16)
-    ids[7, 7], ids[9, 9] = 300, 50_000
-    np.save(in_dir / "ids.npy", ids)
-    with pytest.raises(DataError, match="ids up to 50000, the ids of the tokenizer end at 256") as caught:
-        prepared(configuration(data_path="ids.npy", tokenizer_name="bytes"))
+    ids[7, 7], ids[9, 9] = 290, 300
+    write_windows(ids)
+    with pytest.raises(DataError, match="ids up to 300, the ids of the tokenizer end at 256") as caught:
+        prepared(configuration(data_path="windows", tokenizer_name="bytes"))
     assert "data.tokenizer_name" in caught.value.hint
     with pytest.raises(DataError, match="ids up to 400"):  # and where nobody has looked before
         list(encoded_in_order([np.array([400])], ByteTokenizer()))
 
 
-@pytest.mark.parametrize("name", [None, "builtin", "wordpiece", "word"])
-def test_no_tokenizer_is_trained_on_ids(in_dir: Path, name: str | None) -> None:
-    np.save(in_dir / "ids.npy", np.random.default_rng(0).integers(0, 256, (50, 40)))
+@pytest.mark.parametrize("name", ["builtin", "wordpiece", "word"])
+def test_no_tokenizer_is_trained_on_ids(in_dir: Path, name: str) -> None:
+    write_windows(np.random.default_rng(0).integers(0, 256, (50, 40)))
     with pytest.raises(DataError, match="no tokenizer can be trained") as caught:
-        prepared(configuration(data_path="ids.npy", tokenizer_name=name))
+        prepared(configuration(data_path="windows", tokenizer_name=name))
     assert "data.tokenizer_name=FOLDER" in caught.value.hint
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep import formats
 from lockstep.errors import DataError, ExitCode, LockstepError
-from tests.formats.samples import HOLDS, SAMPLES, Meagre, documents, how, ids, pack, plain, walked
+from tests.formats.samples import HOLDS, SAMPLES, Meagre, documents, how, pack, walked
 
 KINDS = formats.kinds()
 PACKINGS = formats.packings()
@@ -21,8 +21,8 @@ PAIRS = [(kind, packing) for kind in KINDS for packing in ("", *PACKINGS) if not
 
 
 def test_every_kind_has_a_sample() -> None:
-    assert set(KINDS) == set(SAMPLES) == {"txt", "jsonl", "json", "csv", "parquet", "npy"}
-    assert set(PACKINGS) == {"gz", "bz2", "xz", "zst"}
+    assert set(KINDS) == set(SAMPLES) == {"txt", "jsonl", "json", "csv", "parquet"}
+    assert set(PACKINGS) == {"gz", "zst"}
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,24 @@ def test_every_kind_has_a_sample() -> None:
         ("A.JSONL.GZ", formats.Kind("jsonl", "gz")),
         ("data/train-00000-of-00001.parquet", formats.Kind("parquet")),
         ("en/c4-train.00000-of-01024.json.gz", formats.Kind("json", "gz")),
-        ("v1.2.csv.bz2", formats.Kind("csv", "bz2")),
+        ("v1.2.csv.zst", formats.Kind("csv", "zst")),
         (".txt", formats.Kind("txt")),
-        *[(name, None) for name in ("a", "a.gz", "a.md", "txt", "a.gz.txt.md", "a.txt.gz.xz", "b.txt/a", "", "a.")],
+        *[
+            (name, None)
+            for name in (
+                "a",
+                "a.gz",
+                "a.md",
+                "txt",
+                "a.gz.txt.md",
+                "a.txt.gz.zst",
+                "a.npy",
+                "a.txt.xz",
+                "b.txt/a",
+                "",
+                "a.",
+            )
+        ],
         *[(name, None) for name in ("a.options", "a.__init__", "a.txt ", "a.txt\n", "gz.gz", "a..gz")],
     ],
 )
@@ -46,9 +61,7 @@ def test_a_name_says_the_kind(name: str, kind: formats.Kind | None) -> None:
 def test_the_documents_are_those_written(kind: str, packing: str) -> None:
     content = pack(SAMPLES[kind](), packing)
     found = documents(content, kind, packing)
-    if kind == "npy":
-        assert found == ids().tolist()
-    elif kind == "txt":
+    if kind == "txt":
         assert "".join(found) == "\n\n".join(HOLDS)
         assert len(found) > 20
     else:
@@ -86,8 +99,7 @@ def test_a_walk_that_is_off_by_one_is_noticed(kind: str) -> None:
 def test_no_more_than_a_file_object_is_needed(kind: str) -> None:
     content = SAMPLES[kind]()
     file = Meagre(content) if kind == "parquet" else Meagre(content, most=7)  # arrow asks for what it gets
-    got = [(after, plain(document)) for after, document in formats.walk(cast("BinaryIO", file), how(kind), 0)]
-    assert got == walked(content, how(kind))
+    assert [*formats.walk(cast("BinaryIO", file), how(kind), 0)] == walked(content, how(kind))
 
 
 # ------------------------------------------------------------------------------------------------------- damage
@@ -115,12 +127,11 @@ def test_an_archive_that_is_cut_short_is_refused_wherever_it_is_cut(packing: str
         assert "damaged or incomplete" in error.what
 
 
-@pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
-def test_an_altered_archive_is_never_another_text(packing: str) -> None:
-    content = pack(SAMPLES["jsonl"](), packing)
+def test_an_altered_archive_is_never_another_text() -> None:
+    content = pack(SAMPLES["jsonl"](), "gz")
     refused = 0
     for place in range(len(content)):
-        found = outcome(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :], "jsonl", packing)
+        found = outcome(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :], "jsonl", "gz")
         refused += isinstance(found, DataError)
         assert isinstance(found, DataError) or found == HOLDS
     assert refused > 0.9 * len(content)
@@ -178,7 +189,7 @@ def test_a_bomb_is_not_unpacked_into_memory(kind: str, packing: str, monkeypatch
     content = pack(opening + b"x" * (1 << 24), packing)
     walk = formats.walk(io.BytesIO(content), how(kind, packing, cut_characters=1 << 20), 0)
     if kind == "txt":
-        assert max(len(cast("str", document)) for _, document in walk) == 1 << 20
+        assert max(len(document) for _, document in walk) == 1 << 20
     else:
         with pytest.raises(DataError, match=re.compile("more than 2 M|field larger")):
             list(walk)
@@ -209,7 +220,6 @@ def test_garbage_is_refused_or_read(content: bytes, pair: tuple[str, str]) -> No
 
 
 MAGICS = {
-    "npy": b"\x93NUMPY\x01\x00",
     "parquet": b"PAR1",
     "json": b'[{"text": ',
     "jsonl": b'{"text": ',

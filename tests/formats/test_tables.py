@@ -1,22 +1,18 @@
-"""Rows of .csv, .parquet and .npy: which column, what is refused, and how little is read."""
+"""Rows of .csv and .parquet: which column, what is refused, and how little is read."""
 
 from __future__ import annotations
 
 import io
-import os
 import random
 import subprocess
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lockstep import formats
 from lockstep.errors import DataError
-from tests.formats.samples import Meagre, documents, how, ids, pack, walked
+from tests.formats.samples import Meagre, documents, how
 
 # ------------------------------------------------------------------------------------------------------------ csv
 
@@ -128,93 +124,3 @@ def test_parquet_types_that_hold_text() -> None:
     assert documents(table(words=words, title=["t"] * 4), "parquet") == ["t"] * 4
     with pytest.raises(DataError, match="no text field"):
         documents(table(label=[1, 2]), "parquet")
-
-
-# ------------------------------------------------------------------------------------------------------------ npy
-
-
-def saved(array: Any, **named: Any) -> bytes:
-    out = io.BytesIO()
-    np.save(out, array, **named)
-    return out.getvalue()
-
-
-@pytest.mark.parametrize("dtype", ["int64", "int32", "uint16", "uint8", ">i4", "<u8", "int8"])
-def test_ids_of_any_integer_type(dtype: str) -> None:
-    content = saved(ids().astype(dtype))
-    assert documents(content, "npy") == ids().tolist()
-    _, first = next(formats.walk(io.BytesIO(content), how("npy"), 0))
-    assert cast("Any", first).dtype == np.uint32
-    assert cast("Any", first).base is None  # does not keep the block it came in
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 40_000), st.sampled_from(["", "gz"]))
-def test_one_long_row_is_cut(length: int, packing: str) -> None:
-    array = np.arange(length) % 50_000
-    content = pack(saved(array), packing)
-    got = walked(content, how("npy", packing))
-    assert [item for _, piece in got for item in piece] == array.tolist()
-    assert all(len(piece) <= max(256, length // 40) for _, piece in got)
-    assert walked(content, how("npy", packing), 3) == got[3:]
-
-
-@pytest.mark.parametrize(
-    ("array", "said"),
-    [
-        (np.zeros((2, 2), np.float32), "integers, this array holds float32"),
-        (np.zeros((2, 2), bool), "holds bool"),
-        (np.array([["a"]]), "holds <U1"),
-        (np.zeros(2, [("a", "i4")]), "token ids are integers"),
-        (np.array(3), "shape is ()"),
-        (np.zeros((2, 2, 2), int), "shape is (2, 2, 2)"),
-        (np.zeros((5, 0), int), "shape is (5, 0)"),
-        (np.asfortranarray(np.zeros((3, 4), int)), "columns lie together"),
-        (np.array([[1, 2], [3, -4]]), "-4 is no token id"),
-        (np.array([[1, 2], [3, 1 << 40]]), "1099511627776 is no token id"),
-    ],
-)
-def test_other_arrays_are_refused(array: Any, said: str) -> None:
-    with pytest.raises(DataError) as caught:
-        documents(saved(array), "npy")
-    assert said in caught.value.what
-    assert "is no token id" not in said or caught.value.where == "a.npy: record 1"
-
-
-class Touched:
-    """Unpickling one would leave a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.path),))
-
-
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    array = np.array([Touched(tmp_path / "touched")], object)
-    with pytest.raises(DataError, match="holds object"):
-        documents(saved(array, allow_pickle=True), "npy")
-    assert not (tmp_path / "touched").exists()
-
-
-@pytest.mark.parametrize("packing", ["", "gz"])
-def test_an_array_that_is_cut_short_is_refused(packing: str) -> None:
-    content = saved(ids())
-    for size in range(1, len(content)):
-        with pytest.raises(DataError, match=r"cut short|not a readable \.npy"):
-            documents(pack(content[:size], packing), "npy", packing)
-
-
-@pytest.mark.parametrize("shape", [(1 << 62, 1 << 62), (1 << 62, 1), (-1, 5), (3, -1), (1, 1 << 40), (1 << 62,)])
-def test_a_header_that_promises_too_much_costs_nothing(shape: tuple[int, ...]) -> None:
-    out = io.BytesIO()
-    np.lib.format.write_array_header_1_0(out, {"descr": "<i8", "fortran_order": False, "shape": shape})
-    with pytest.raises(DataError, match=r"cut short|too large|shape is"):
-        documents(out.getvalue() + b"\0" * 64, "npy")
-
-
-def test_a_start_is_sought_not_read() -> None:
-    file = Meagre(saved(np.zeros((100_000, 32), np.int64)))
-    assert len(list(formats.walk(cast("BinaryIO", file), how("npy"), 99_990))) == 10
-    assert file.bytes < 1 << 14

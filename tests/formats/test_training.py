@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lockstep.report.jsonl import read_events
@@ -24,8 +23,8 @@ QUICK = (
 
 def content(kind: str) -> bytes:
     """The texts as a file of that kind."""
-    if kind in ("parquet", "npy"):
-        return table() if kind == "parquet" else array()
+    if kind == "parquet":
+        return table()
     rows = io.StringIO(newline="")
     csv.writer(rows).writerows([["id", "text"], *enumerate(TEXTS)])
     written = {
@@ -46,15 +45,8 @@ def table() -> bytes:
     return out.getvalue()
 
 
-def array() -> bytes:
-    """Their bytes as ids, which is what the tokenizer of bytes makes of them."""
-    out = io.BytesIO()
-    np.save(out, np.frombuffer("".join(TEXTS).encode(), np.uint8).astype(np.uint16))
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("packing", ["", "gz"])
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv", "parquet", "npy"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv", "parquet"])
 def test_a_step_is_trained_on_it(
     in_dir: Path, lockstep: Callable[..., Outcome], shared_cache: Path, kind: str, packing: str
 ) -> None:

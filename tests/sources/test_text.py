@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
-import io
 import json
+import lzma
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from lockstep.data.options import DataOptions
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
 from lockstep.sources import text as module
+from lockstep.sources import windows
 from lockstep.sources.text import TextSource, build, find_files
 
 
@@ -24,12 +27,6 @@ def write(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
-
-
-def saved(ids: Any) -> bytes:
-    out = io.BytesIO()
-    np.save(out, ids)
-    return out.getvalue()
 
 
 def read(path: Path | str, column: str | None = None) -> list[str]:
@@ -146,10 +143,6 @@ def test_half_a_surrogate_pair_becomes_encodable(tmp_path: Path) -> None:
         ("a.json", b'["fine",\n"caf\xe9"]', "a.json:2", "not UTF-8: byte 0xe9"),
         ("a.parquet", "not parquet at all", "a.parquet", "parquet"),
         ("a.csv", 'id,text\n1,"open\n', "a.csv:", "not CSV"),
-        ("a.npy", saved(np.array([1.5])), "a.npy", "float64"),
-        ("a.npy", saved(np.array([[1, 2], [3, -100]])), "a.npy: record 1", "-100 is no token id"),
-        ("a.npy", saved(np.zeros((2, 2, 2), int)), "a.npy", "(2, 2, 2)"),
-        ("a.npy", "not an array", "a.npy", "not a readable .npy"),
         ("a.txt.gz", gzip.compress(b"\ncaf\xe9"), "a.txt.gz:2", "not UTF-8"),
         ("a.jsonl", '{"text": ["a", 1]}', "a.jsonl:1", "it holds int"),
     ],
@@ -233,6 +226,31 @@ def test_an_unknown_kind_of_file(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no kind of text") as caught:
             read(write(tmp_path / name, "x"))
         assert ".csv" in caught.value.hint
+
+
+@pytest.mark.parametrize("packing", ["bz2", "xz"])
+@pytest.mark.parametrize("place", ["a.jsonl.{}", "corpus", "corpus/*"])
+def test_a_packing_that_is_not_read_is_told_with_what_unpacks_it(in_dir: Path, packing: str, place: str) -> None:
+    """Also among files that are read: a run would silently train on less."""
+    pack = {"bz2": bz2.compress, "xz": lzma.compress}[packing]
+    held = pack(b'"one"\n')
+    path = write(Path(place.format(packing) if place.startswith("a") else f"corpus/a.jsonl.{packing}"), held)
+    write(path.with_name("b.txt"), "two")
+    with pytest.raises(DataError, match=f".{packing} is no kind of text") as caught:
+        read(place.format(packing))
+    subprocess.run(["bash", "-c", caught.value.hint], check=True)
+    assert read(place.removesuffix(".{}"))[0] == "one"
+
+
+def test_a_file_of_ids_is_told_with_what_makes_windows_of_it(in_dir: Path) -> None:
+    ids = np.arange(51_300).astype(np.uint16)
+    np.save("all ids.npy", ids)
+    with pytest.raises(DataError, match=r".npy is no kind of text") as caught:
+        read("all ids.npy")
+    subprocess.run(["bash", "-c", caught.value.hint.partition(", then --data-path windows")[0]], check=True)
+    rows = np.stack([*windows.build(DataOptions(data_path="windows")).documents()])
+    assert np.array_equal(rows[rows[:, 0].argsort()].reshape(-1), ids[: 100 * 512])
+    assert np.load("windows/val_data.npy").shape == (5, 512)
 
 
 def test_no_path_is_a_mistake_of_configuration() -> None:

@@ -38,7 +38,7 @@ class DataOptions(Section, frozen=True):
     )
     data_path: str | None = setting(
         None,
-        "Local .txt, .jsonl, .json, .csv, .parquet or .npy file, folder or glob. A folder with "
+        "Local .txt, .jsonl, .json, .csv or .parquet file, folder or glob. A folder with "
         "train_data.npy, val_data.npy and metadata.json is ready windows of token ids.",
         min_length=1,
         max_length=4000,

@@ -1,7 +1,7 @@
 """How documents lie in files: one module per kind of file, called as the suffix is.
 
 A kind offers `read(file, how, start)`: its records from number `start` on, over any binary file object with `read`
-(`.parquet` also seeks), so that a file may as well lie behind a network. A packing (`gz`, `bz2`, `xz`, `zst`) offers
+(`.parquet` also seeks), so that a file may as well lie behind a network. A packing (`gz`, `zst`) offers
 `unpack(file, where)`, the stream inside. A record may be blank, so that each kind can skip in its own cheap way; `walk`
 leaves the blank ones out.
 """
@@ -16,14 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from shlex import quote
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from lockstep import registry
 from lockstep.errors import DataError
 from lockstep.formats.chats import ANSWERS, FORMS, encodable, exchange_of
-
-if TYPE_CHECKING:
-    from lockstep.contracts import Array, Document
 
 PARTS = ("chats",)  # no kinds of files
 COLUMNS = ("text", "content")  # looked for when no column is named
@@ -131,17 +128,17 @@ def suffixes() -> str:
     return f"{' '.join('.' + name for name in kinds())} (also with {' '.join('.' + name for name in packings())})"
 
 
-def walk(file: BinaryIO, how: Reading, start: int = 0) -> Iterator[tuple[int, Document]]:
+def walk(file: BinaryIO, how: Reading, start: int = 0) -> Iterator[tuple[int, str]]:
     """The documents of a file from record `start` on, each with the number of the record after it."""
     try:
         for after, document in enumerate(_records(file, how, start), start + 1):
-            if not (_is_blank(document) if isinstance(document, str) else len(document) == 0):
+            if document and not document.isspace():
                 yield after, document
     except UnicodeDecodeError as error:
         raise not_utf8(error, how) from error
 
 
-def _records(file: BinaryIO, how: Reading, start: int) -> Iterator[str | Array]:
+def _records(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
     if how.conversations and not getattr(_module(how.kind.name), "HAS_FIELDS", False):
         what = f"a .{how.kind.name} file holds no conversations"
         raise DataError(what, where=how.where, hint=f".jsonl, .json, .csv or .parquet with {FORMS}")
@@ -185,7 +182,3 @@ def _listing(fields: list[str]) -> str:
         return "there is no text field"
     more = f" and {len(fields) - LISTED} more" if len(fields) > LISTED else ""
     return "text fields are " + ", ".join(name[:LISTED_CHARACTERS] for name in sorted(fields)[:LISTED]) + more
-
-
-def _is_blank(text: str) -> bool:
-    return not text or text.isspace()

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep import formats
 from lockstep.errors import ConfigError, NotFoundError
@@ -126,7 +126,7 @@ class HfSource:
                 yield from records
             else:
                 joined = articles if member.records == "articles" else distinct
-                yield from joined(cast("Iterator[tuple[int, str]]", records))
+                yield from joined(records)
 
     def _open(self, member: Member, number: int) -> BinaryIO:
         file, pin = member.files[number], member.pin

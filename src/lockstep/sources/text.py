@@ -1,8 +1,8 @@
 """Your own text: files, folders and globs (`data.data_path`) of every kind in formats/.
 
-What a document is: a line of .jsonl, an item of .json, a row of .csv, .parquet or .npy, a .txt file. A .txt file longer
-than a fortieth of all the text (at least 1 Ki, at most 256 Ki characters) is cut into documents of that size at blank
-lines, else at line ends, else at blanks, so that even one single file can be split into training and validation.
+What a document is: a line of .jsonl, an item of .json, a row of .csv or .parquet, a .txt file. A .txt file longer than
+a fortieth of all the text (at least 1 Ki, at most 256 Ki characters) is cut into documents of that size at blank lines,
+else at line ends, else at blanks, so that even one single file can be split into training and validation.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep import formats
@@ -30,6 +31,13 @@ MEMO_BYTES = 1 << 24  # hashes of files from this size on are remembered
 MEMO_AGE_SECONDS = 2.0  # a younger file may still be written to within one tick of its clock
 FILES_NAMED = 3  # of a dataset, for people
 HINT = "data.data_path=FILE, FOLDER or 'GLOB'"
+UNPACK = {".bz2": "bunzip2", ".xz": "unxz"}  # of packings that are not read
+TO_WINDOWS = (
+    "mkdir -p windows && python3 -c 'import sys, numpy as np; length = 512; ids = np.load(sys.argv[1]).reshape(-1); "
+    "rows = ids[: len(ids) // length * length].reshape(-1, length); "
+    'np.save("windows/val_data", rows[::20]); np.save("windows/train_data", np.delete(rows, np.s_[::20], 0)); '
+    """open("windows/metadata.json", "w").write("{\\"sequence_length\\": %d}" % length)'"""
+)
 
 
 def find_files(pattern: str) -> list[tuple[str, Path]]:
@@ -45,7 +53,7 @@ def _find_files(pattern: str) -> list[tuple[str, Path]]:
     if path.is_file():
         if not formats.kind_of(path.name):
             what = f"{path.suffix or 'no suffix'} is no kind of text"
-            raise DataError(what, where=pattern, hint=f"a file called {formats.suffixes()}")
+            raise DataError(what, where=pattern, hint=_conversion(path) or f"a file called {formats.suffixes()}")
         return [(path.name, path)]
     plain = list(takewhile(lambda part: not glob.has_magic(part), path.parts))
     base, rest = Path(*plain), Path(*path.parts[len(plain) :])
@@ -58,11 +66,23 @@ def _find_files(pattern: str) -> list[tuple[str, Path]]:
     else:
         raise NotFoundError("no such file or folder", where=pattern, hint=HINT)
     named = ((file.relative_to(path if path.is_dir() else base).as_posix(), file) for file in candidates)
-    kept = [(name, file) for name, file in named if formats.kind_of(name) and file.is_file()]
-    visible = sorted((name, file) for name, file in kept if not any(part[0] == "." for part in name.split("/")))
-    if not visible:
+    visible = sorted((name, file) for name, file in named if not any(part[0] == "." for part in name.split("/")))
+    kept = [(name, file) for name, file in visible if formats.kind_of(name) and file.is_file()]
+    for _, file in visible:
+        if (hint := _conversion(file)) and file.is_file():  # left out, a run would silently train on less
+            raise DataError(f"{file.suffix} is no kind of text", where=str(file), hint=hint)
+    if not kept:
         raise NotFoundError("no file of text here", where=pattern, hint=f"files called {formats.suffixes()}")
-    return visible
+    return kept
+
+
+def _conversion(file: Path) -> str:
+    """The shell line after which what such a file holds can be read; "": there is none."""
+    if file.suffix in UNPACK and formats.kind_of(file.stem):
+        return f"{UNPACK[file.suffix]} {quote(str(file))}"
+    if file.suffix == ".npy":
+        return f"{TO_WINDOWS} {quote(str(file))}, then --data-path windows, with the tokenizer.json of these ids in it"
+    return ""
 
 
 @contextlib.contextmanager

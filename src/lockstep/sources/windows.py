@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +24,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep import formats
 from lockstep.contracts import PROMPT
 from lockstep.errors import ConfigError, DataError, NotFoundError
-from lockstep.formats.npy import HEADER_ERRORS
 from lockstep.rundir import expanded
 from lockstep.runtime.later import numpy as np
 from lockstep.sources.text import content_of, memo_of, reading
@@ -46,6 +45,17 @@ TOKENIZER, LETTERS = "tokenizer.json", "vocab.json"
 ALIKE = 2  # of the three files: who has so many means windows
 JSON_BYTES = 1 << 26
 SHA256 = re.compile("[0-9a-f]{64}")
+READ_BYTES = 1 << 22
+HEADER_ERRORS = (  # what NumPy raises over a .npy file of somebody else
+    ValueError,
+    TypeError,
+    EOFError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+    tokenize.TokenError,
+)
 
 
 @dataclass(frozen=True)
@@ -149,17 +159,31 @@ class WindowSource:
         """The windows of one side; of conversations without what only fills them up, and prompts marked."""
         about, file = self.metadata, self.metadata.folder / DATA[side]
         prompts = _prompt_lengths(about.folder / LENGTHS[side], about) if about.answers else None
-        how = formats.Reading(formats.Kind("npy"), str(file))
-        with reading(file), file.open("rb") as opened:
-            for number, row in formats.walk(opened, how):
-                assert not isinstance(row, str)
-                if about.mask_token is not None and (row == about.mask_token).any():
-                    raise DataError(
-                        f"window {number - 1} holds the mask id {about.mask_token} itself",
-                        where=str(file),
-                        hint=f"mask_token in {METADATA} is an id that no text has",
-                    )
-                yield row if prompts is None else _marked(row, int(prompts[number - 1]), about)
+        for number, row in enumerate(_windows(file, about.sequence_length)):
+            if about.mask_token is not None and (row == about.mask_token).any():
+                raise DataError(
+                    f"window {number} holds the mask id {about.mask_token} itself",
+                    where=str(file),
+                    hint=f"mask_token in {METADATA} is an id that no text has",
+                )
+            yield row if prompts is None else _marked(row, int(prompts[number]), about)
+
+
+def _windows(file: Path, length: int) -> Iterator[Array]:
+    """The rows as uint32, some read at a time."""
+    stored = _open(file)
+    at_once = max(1, READ_BYTES // (length * stored.itemsize))
+    for start in range(0, len(stored), at_once):
+        block = np.asarray(stored[start : start + at_once])
+        wrong = np.argwhere((block < 0) | (block >= PROMPT))
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            raise DataError(
+                f"{block[row, column]} is no token id",
+                where=f"{file}: window {start + row}",
+                hint="leave out what only fills up or masks: ids[ids >= 0]",
+            )
+        yield from block.astype(np.uint32)
 
 
 def key_of(row: Array) -> int:
