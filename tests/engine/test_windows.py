@@ -200,13 +200,11 @@ def test_ids_and_a_mask_outside_the_embedding_are_refused_with_the_numbers(make:
     """Item 110."""
     make("w")
     train, _, about = arrays(text / "w")
-    (text / "w" / "tokenizer.json").unlink()
-    del about["tokenizer"]
     (text / "w" / "metadata.json").write_text(json.dumps(about | {"mask_token": 126336}), encoding="utf-8")
-    free = configured(data_path="w", tokenizer_name="auto")
+    free = configured(data_path="w", tokenizer_name="bytes")
     with pytest.raises(DataError, match=r"mask_token 126336, the embedding of the model has 512 rows \(0 to 511\)"):
         opened(free)
-    opened(configured(data_path="w", tokenizer_name="auto", flags={"objective": {"mask_token_id": 511}}))
+    opened(configured(data_path="w", tokenizer_name="bytes", flags={"objective": {"mask_token_id": 511}}))
     (text / "w" / "metadata.json").write_text(json.dumps(about), encoding="utf-8")
     train[3, 5] = 512
     np.save(text / "w" / "train_data.npy", train)
@@ -226,29 +224,25 @@ def test_windows_of_another_tokenizer_are_refused(make: Cli, text: Path) -> None
     assert f"--model-path {text / 'llada'}" in caught.value.hint
 
 
-def test_folders_of_letters_are_read_with_a_warning(in_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of the guide's own download script: ids 3..67 of no tokenizer, and no tokenizer.json."""
-    letters = {letter: place for place, letter in enumerate("abcdefghij klm", 3)}
-    random = np.random.default_rng(0)
-    (in_dir / "w").mkdir()
-    for name, count in (("train", 30), ("val", 4)):
-        np.save(in_dir / "w" / f"{name}_data.npy", random.integers(3, 17, (count, 64)))
-    about = {"sequence_length": 64, "vocab_size": 17, "mask_token": 17, "eos_token": 2}
-    (in_dir / "w" / "metadata.json").write_text(json.dumps(about), encoding="utf-8")
-    (in_dir / "w" / "vocab.json").write_text(json.dumps({"char_to_id": letters}), encoding="utf-8")
-    made = opened(configured(data_path="w", tokenizer_name="auto"))
-    assert "w has no tokenizer.json: its ids were made letter by letter (w/vocab.json)" in caplog.text
-    assert made.tokenizer.vocab_size == 17
-    assert made.tokenizer.separator == 2
-    assert made.tokenizer.decode([3, 13, 4]) == "a b"
-    assert made.tokenizer.encode(["a b"])[0].tolist() == [3, 13, 4]
-    write_tokenizer(in_dir / "llada")
-    caplog.clear()
-    model = {"model": {"model_path": "llada"}}
-    config = configured(data_path="w", tokenizer_name="auto", flags=model)
+def test_windows_without_a_tokenizer_are_those_of_the_model_or_refused(
+    lockstep: Cli, make: Cli, text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the folders of the guide's own download script, whose ids are letters of no tokenizer."""
+    make("w")
+    _, _, about = arrays(text / "w")
+    (text / "w" / "tokenizer.json").unlink()
+    del about["tokenizer"]
+    (text / "w" / "metadata.json").write_text(json.dumps(about), encoding="utf-8")
+    refused = lockstep("train", "llada", "tiny", "data.data_path=w", "data.tokenizer_name=auto")
+    assert refused.code == ExitCode.NOT_FOUND, refused.text
+    assert "w has no tokenizer.json, and none of lockstep/llada-tiny is here" in refused.err
+    assert "or lockstep prepare llada --model-path lockstep/llada-tiny --data-path TEXT.txt --to w_2" in refused.err
+    assert opened(configured(data_path="w", tokenizer_name="bytes")).tokenizer.vocab_size == 257, "as the hint says"
+    write_tokenizer(text / "llada")
+    config = configured(data_path="w", tokenizer_name="auto", flags={"model": {"model_path": "llada"}})
     named = prepare(config.model_copy(update={"data": config.data.model_copy(update={"dataset_name": "text"})}),
                     objective_of(config), vocab_limit=512)  # fmt: skip
-    assert "mean to llada what they mean to its own tokenizer" in caplog.text
+    assert "w has no tokenizer.json: its ids are taken for those of llada" in caplog.text
     assert named.tokenizer.vocab_size == MASK + 1
 
 
@@ -367,4 +361,4 @@ def test_a_folder_without_windows_says_what_a_row_takes(text: Path) -> None:
     np.save(text / "w" / "val_data.npy", np.ones((2, 64), np.int64))
     (text / "w" / "metadata.json").write_text('{"sequence_length": 64}', encoding="utf-8")
     with pytest.raises(DataError, match="one train row: 0 documents give 0 tokens, a row takes 64"):
-        opened(configured(data_path="w", tokenizer_name="auto"))
+        opened(configured(data_path="w", tokenizer_name="bytes"))

@@ -163,7 +163,7 @@ class Builder:
             )
         assert tokenizer.vocab_size <= self.vocab_limit
         if split.held_out is not None and split.largest_id is not None and split.largest_id >= self.vocab_limit:
-            raise too_many(split.largest_id, self.vocab_limit)  # whatever the tokenizer: it may stand in for another
+            raise too_many(split.largest_id, self.vocab_limit)
         if split.largest_id is not None and split.largest_id >= tokenizer.vocab_size:
             raise too_large(split.largest_id, tokenizer.vocab_size)
         return tokenizer

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import registry
 from lockstep.data.options import DataOptions
-from lockstep.data.stand_in import stand_in
 from lockstep.data.tokenize import (
     MIN_BPE_VOCAB,
     MIN_MARKED_BPE_VOCAB,
@@ -30,7 +29,7 @@ from lockstep.data.vocabulary import template_beside
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.formats.chats import FORMS
 from lockstep.runtime import hub, pins
-from lockstep.sources.windows import WindowSource
+from lockstep.sources.windows import WindowSource, command
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -206,20 +205,19 @@ def _choice(options: DataOptions, source: Source, *, model_path: str, room: Room
 
 
 def _of_windows(source: WindowSource, *, model_path: str, room: Room) -> TokenizerChoice:
-    """Whose ids ready windows are: the folder's own tokenizer, else the model's, else one that only spells them."""
-    about = source.metadata
+    """Whose ids ready windows are: the folder's own tokenizer, else the model's."""
+    folder = source.metadata.folder
     if own := source.tokenizer_file:
-        return _ready(str(about.folder), load_tokenizer(own), room)
-    letters = source.letters()
-    known = f"letter by letter ({about.folder}/vocab.json)" if letters else "by nobody knows which tokenizer"
+        return _ready(str(folder), load_tokenizer(own), room)
     if own := existing(f"{model_path}/tokenizer.json"):
-        notice = f"{about.folder} has no tokenizer.json: its ids were made {known}, and mean to {model_path} what they "
-        return replace(_ready(model_path, load_tokenizer(own), room), notice=notice + "mean to its own tokenizer")
-    size = min(about.vocab_size or room.rows, room.rows - room.spare)
-    separator = about.eos_token if about.eos_token is not None and about.eos_token < size else 0
-    made = stand_in(size, separator=separator, letters=letters)
-    notice = f"{about.folder} has no tokenizer.json: its ids were made {known}, and are taken as they are"
-    return replace(_ready("ids", made, room), notice=notice)
+        notice = f"{folder} has no tokenizer.json: its ids are taken for those of {model_path}"
+        return replace(_ready(model_path, load_tokenizer(own), room), notice=notice)
+    again = command(f"{folder}_2", model_path)
+    raise NotFoundError(
+        f"{folder} has no tokenizer.json, and none of {model_path} is here: nobody knows what its ids mean",
+        where="data.tokenizer_name",
+        hint=f"data.tokenizer_name=FOLDER with the tokenizer they were made with, or {again}",
+    )
 
 
 def hub_tokenizer(options: DataOptions, name: str) -> TokenizerFile:

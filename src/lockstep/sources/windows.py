@@ -3,7 +3,7 @@
     train_data.npy  val_data.npy                    whole numbers, (windows, sequence_length)
     metadata.json                                   sequence_length, mask_token, eos_token, ...
     train_prompt_lengths.npy  val_prompt_lengths.npy   of conversations: (windows,), the tokens before each answer
-    tokenizer.json  tokenizer_config.json           whose ids they are; other people's folders may lack it
+    tokenizer.json  tokenizer_config.json           whose ids they are; else the model's own, or those named
 
 The split is that of the files; a training window that is also in val_data.npy is left out. Files are read some rows at
 a time, so that a set of any size takes little memory.
@@ -41,7 +41,7 @@ DATA = {"train": "train_data.npy", "validation": "val_data.npy"}
 LENGTHS = {"train": "train_prompt_lengths.npy", "validation": "val_prompt_lengths.npy"}
 COUNTS = {"train": "train_samples", "validation": "val_samples"}
 NEEDED = (*DATA.values(), METADATA)
-TOKENIZER, LETTERS = "tokenizer.json", "vocab.json"
+TOKENIZER = "tokenizer.json"
 ALIKE = 2  # of the three files: who has so many means windows
 JSON_BYTES = 1 << 26
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -129,13 +129,6 @@ class WindowSource:
         """Whose ids they are, if the folder says so."""
         file = self.metadata.folder / TOKENIZER
         return file if file.is_file() else None
-
-    def letters(self) -> dict[str, int]:
-        """Character -> id, where windows were made letter by letter and vocab.json tells of it."""
-        file = self.metadata.folder / LETTERS
-        found: Any = _json(file).get("char_to_id") if file.is_file() else None
-        entries = cast("dict[str, Any]", found).items() if isinstance(found, dict) else ()
-        return {text: place for text, place in entries if len(text) == 1 and type(place) is int and place >= 0}
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Sizes and SHA-256 of the files that decide the rows."""
