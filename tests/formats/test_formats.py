@@ -183,8 +183,8 @@ def test_packed_parquet_is_to_be_unpacked(packing: str) -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "json", "txt"])
 def test_a_bomb_is_not_unpacked_into_memory(kind: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One record without end: refused once it is too long, or (plain text) cut; never gathered."""
-    for module in ("jsonl", "json", "csv"):
-        monkeypatch.setattr(f"lockstep.formats.{module}.RECORD_BYTES", 1 << 21)
+    for limit in ("jsonl.RECORD_BYTES", "json.WHOLE_BYTES", "csv.RECORD_BYTES"):
+        monkeypatch.setattr(f"lockstep.formats.{limit}", 1 << 21)
     opening = {"jsonl": b'"', "csv": b'text\n"', "json": b'["', "txt": b""}[kind]
     content = pack(opening + b"x" * (1 << 24), packing)
     walk = formats.walk(io.BytesIO(content), how(kind, packing, cut_characters=1 << 20), 0)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterator
-from itertools import islice
-from typing import BinaryIO
+from functools import partial
+from itertools import chain, islice
+from typing import Any, BinaryIO
 
 from lockstep.errors import DataError
 from lockstep.formats import RECORD_BYTES, Reading, not_utf8
-from lockstep.formats.json import parse
 
 HAS_FIELDS = True  # a record may hold more than a text
 READ_BYTES = 1 << 20
+FORMS = '.jsonl: {"text": "..."} on a line of its own; .json: all of them in one list'
 
 
-def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
-    """One text per line; lines before `start` are not even parsed."""
-    for number, line in enumerate(islice(lines(file, how), start, None), start + 1):
+def read(file: BinaryIO, how: Reading, start: int, *, head: bytes = b"") -> Iterator[str]:
+    """One text per line; lines before `start` are not even parsed. `head`: what was read of the file before."""
+    for number, line in enumerate(islice(lines(file, how, head), start, None), start + 1):
         if line.isspace() or not line:
             yield ""
         else:
@@ -25,11 +27,11 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
             yield how.text(parse(decoded(line, how, number).rstrip("\r"), where), where)
 
 
-def lines(file: BinaryIO, how: Reading) -> Iterator[bytes]:
+def lines(file: BinaryIO, how: Reading, head: bytes = b"") -> Iterator[bytes]:
     """The lines of a file without their line feeds; a byte order mark is none of the text."""
     number = 1
     parts: list[bytes] = []  # of a line that has not ended yet
-    while block := file.read(READ_BYTES):
+    for block in chain([head], iter(partial(file.read, READ_BYTES), b"")):
         *ended, last = block.split(b"\n")
         for part in ended:
             yield _whole([*parts, part], number)
@@ -57,3 +59,18 @@ def decoded(line: bytes, how: Reading, number: int) -> str:
 def _whole(parts: list[bytes], number: int) -> bytes:
     line = parts[0] if len(parts) == 1 else b"".join(parts)
     return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
+
+def parse(text: str, where: str) -> Any:
+    """A JSON value, or one message."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise DataError(f"not JSON: {place}: {error.msg}", where=where, hint=FORMS) from None
+    except RecursionError:
+        raise DataError("JSON nested too deeply", where=where, hint=FORMS) from None
+    except ValueError as error:  # a number of more digits than Python turns into one
+        raise DataError(
+            f"not readable JSON: {error}", where=where, hint="mend or leave out what stands there"
+        ) from None
