@@ -72,12 +72,12 @@ class Reading:
         """A number as it is written, where numbers are wanted; anything else as it is."""
         return str(value) if self.numbers and isinstance(value, bool | int | float) else value
 
-    def choose(self, fields: list[str], where: str, *, hint: str = "data.text_column") -> str:
-        """The field that holds the text, among those that hold any. `hint`: what helps if the named one is missing."""
+    def choose(self, fields: list[str], where: str) -> str:
+        """The field that holds the text, among those that hold any."""
         if self.column is not None:
             if self.column in fields:
                 return self.column
-            raise DataError(f"no text field {self.column!r}: {_listing(fields)}", where=where, hint=hint)
+            raise DataError(f"no text field {self.column!r}: {_listing(fields)}", where=where, hint="data.text_column")
         for name in COLUMNS:
             if name in fields:
                 return name
