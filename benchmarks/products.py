@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from lockstep.bench import busy
 
 ROUNDS = 2
+WARM_UP, TIMED = 3, 7  # of a timing
 USUAL_FLOPS = 7e14  # to know how often a product fits into the time
 TORCH, RULE = "torch", "rule"
 
@@ -77,17 +78,32 @@ def ways(work: Work) -> tuple[dict[str, Callable[[], Any]], str]:
     return found, TORCH if taken is None else str(tuple(taken))
 
 
+def milliseconds(compute: Callable[[], Any], *, in_a_row: int) -> float:
+    """Of one product by the GPU's own clock: the median of a few, after some that warm it up."""
+    import torch
+
+    times: list[float] = []
+    for index in range(WARM_UP + TIMED):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(in_a_row):
+            compute()
+        end.record()
+        end.synchronize()
+        if index >= WARM_UP:
+            times.append(begin.elapsed_time(end) / in_a_row)
+    return statistics.median(times)
+
+
 def measure(work: Work, seconds: float) -> dict[str, float]:
     """Milliseconds of each way, and of the rule's, each computed for so many seconds."""
-    from lockstep.runtime import gpu_clock
-
     found, taken = ways(work)
     flops = 2.0 * work.rows * work.inner * work.columns
-    in_a_row = max(1, round(seconds * USUAL_FLOPS / flops / (gpu_clock.WARM_UP + gpu_clock.TIMED)))
+    in_a_row = max(1, round(seconds * USUAL_FLOPS / flops / (WARM_UP + TIMED)))
     taken_at: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(ROUNDS):
         for name, compute in found.items():
-            taken_at[name].append(gpu_clock.milliseconds(compute, in_a_row=in_a_row))
+            taken_at[name].append(milliseconds(compute, in_a_row=in_a_row))
     times = {name: statistics.mean(each) for name, each in taken_at.items()}
     return {**times, RULE: times[taken]}
 

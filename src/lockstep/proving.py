@@ -255,7 +255,7 @@ def write_settings(task: Task, scratch: Path) -> Path:
     if system["mode"] == "replicas":  # each of them is the whole run
         system |= {"mode": "ddp", "deterministic": True}
     if tree["model"].get("compile") == "auto" and isinstance(compiled := about.get("compiled"), bool):
-        tree["model"]["compile"] = "on" if compiled else "off"  # as was measured then
+        tree["model"]["compile"] = "on" if compiled else "off"  # as then: earlier versions timed it
     world, on_cpu = int(about["world"]), bool(about["threads"])
     if on_cpu:
         system |= {"device": "cpu", "threads": int(about["threads"])}

@@ -1,4 +1,4 @@
-"""What `auto` finds on a real GPU: the largest micro-batch that fits, the fastest attention, and both again at once."""
+"""What `auto` finds on a real GPU: the largest micro-batch that fits, and again at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lockstep.contracts import Batch
 from lockstep.engine import micro_batch
 from lockstep.engine.micro_batch import Attempts, Place, Search, divisors
 from lockstep.engine.step import Stepper
-from lockstep.models import attention_timing
 from lockstep.runtime import determinism, hardware, measured
 from tests.gates.training import run
 from tests.gpu.ready import CUDA, MARKS, ready
@@ -26,7 +25,6 @@ TINY: dict[str, Any] = {
     "training.context_length": 128, "training.save_interval": 3, "training.eval_interval": 3, "model.dropout": 0.1,
     "debug.digest_interval": 1, "data.num_workers": 0, "system.deterministic": True, "training.precision": "bf16",
 }  # fmt: skip
-ATTENTION = re.compile(r"attention: (\w+) \(auto; ([\d.e+-]+) ms a layer, (\w+) ([\d.e+-]+); measured (\S+)\)")
 
 
 @pytest.fixture(autouse=True)
@@ -80,33 +78,6 @@ def test_the_micro_batch_that_is_found_is_the_largest_that_fits(
     assert again.parts.config.training.batch_size == training.batch_size
     assert f", measured {measured.today()}, peak " in again.built.notices[-1]
     assert tried == [training.batch_size], "the second start does not search"
-
-
-def test_the_attention_that_is_printed_is_the_fastest_and_is_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = ready(tmp_path / "one", {"training.batch_size": 2, "training.grad_accum_nums": 1})
-    line = next(notice for notice in made.built.notices if notice.startswith("attention"))
-    print(line)
-    told = ATTENTION.fullmatch(line)
-    assert told, line
-    best, taken, other, others, when = told.groups()
-    model: Any = made.parts.stepper.model
-    assert made.built.attention == best == model.attention
-    assert when == "now"
-    assert float(taken) < float(others) * attention_timing.AHEAD
-    layer = attention_timing.layer_of(model.shape, rows=2, length=8192, dtype_name="bf16")
-    assert layer
-    again = {name: attention_timing.milliseconds(name, layer, CUDA) for name in (best, other)}
-    assert again[best] == pytest.approx(float(taken), rel=0.2), "a clock that repeats itself"
-    assert again[best] < again[other] * attention_timing.AHEAD
-    monkeypatch.setattr(attention_timing, "milliseconds", lambda *_: pytest.fail("it is known"))
-    del made, model
-    gc.collect()
-    second = ready(tmp_path / "two", {"training.batch_size": 2, "training.grad_accum_nums": 1})
-    kept = ATTENTION.fullmatch(next(notice for notice in second.built.notices if notice.startswith("attention")))
-    assert kept
-    assert kept.groups() == (best, taken, other, others, measured.today())
 
 
 def test_bits_are_those_of_a_run_that_was_given_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
+from lockstep.models import attention
 from lockstep.models.agent import Agent, Attention
 from lockstep.models.agent_shapes import AgentShape
-from lockstep.models.build import Choices, build, compile_blocks
+from lockstep.models.build import build, compile_blocks
 from lockstep.models.initialise import fill, initialise
 from lockstep.models.options import AgentOptions
 from lockstep.models.shapes import memory_bytes, resolve
@@ -214,13 +215,13 @@ def read_bytes(agent: Agent, *, bf16: bool) -> int:
 
 
 @pytest.mark.parametrize(("dropout", "said"), [(0.1, True), (0.0, False)])
-def test_who_asks_for_a_kernel_hears_what_runs(dropout: float, said: bool) -> None:
+def test_who_asks_for_a_kernel_hears_what_runs(dropout: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flex attention drops no probabilities: the plain maths does it, and the notice says so."""
     options = AgentOptions(attention_dropout=dropout, compile="off")
+    monkeypatch.setattr(attention, "resolve", lambda *_, **__: ("flex", "attention: flex, as asked"))
     built = build(
         options, resolve(options, context_length=80), device=torch.device("cpu"), dtype_name="fp32", seed=1,
         checkpointing=False, deterministic=False, debug=False,
-        choose=Choices(attention=lambda *_, **__: ("flex", "attention: flex, as asked")),
     )  # fmt: skip
     notice = "attention: flex, as asked; native_math in training, for model.attention_dropout"
     assert (notice in built.notices) == said

@@ -140,7 +140,7 @@ def test_auto_falls_back_and_says_so_where_a_named_kernel_is_refused(gpu: dict[s
     [
         ({"documents_apart": True}, "flex", "documents are masked"),
         ({"windowed": True}, "flex", "layers see a window"),
-        ({}, "cudnn", "fastest"),
+        ({}, "cudnn", "not bit-reproducible"),
         ({"head_dim": 2}, "native_math", "heads of 2 numbers are no multiple of 8"),
         ({"head_dim": 12}, "native_math", "heads of 12 numbers are below its 16"),
         ({"head_dim": 8, "windowed": True}, "native_math", "not flex: heads of 8 numbers"),

@@ -25,7 +25,6 @@ from lockstep.data.options import HistoryOptions
 from lockstep.engine import fitting, graphs, micro_batch, present, shortage
 from lockstep.engine.build import (
     Plan,
-    by_clock,
     cut_batches,
     describe,
     kernels,
@@ -102,7 +101,7 @@ def ready(planned: Plan, folder: Path) -> Iterator[Ready]:
     """The run that a plan describes, up to its first step, on made rows; what that measures first, this does too."""
     planned, prepared = with_rows(planned, folder)
     alone, about = Group(), describe(planned, prepared.key)
-    stepper, built = make_stepper(planned, alone, NoMarks(), choose=by_clock(planned, alone, {}, about))
+    stepper, built = make_stepper(planned, alone, NoMarks())
     cut = partial(cut_batches, planned, prepared, alone, 0)
     place = micro_batch.Place(planned, built, stepper, alone, about | kernels(planned, built), cut)
     planned, built = micro_batch.settled(place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,13 +23,11 @@ from lockstep.engine import (
     adapters,
     agent_files,
     checkpoint,
-    compile_choice,
     epoch_files,
     epochs,
     feed,
     graphs,
     histories,
-    kernel_choice,
     legacy,
     micro_batch,
     replicas,
@@ -51,7 +48,7 @@ from lockstep.engine.step import Stepper
 from lockstep.errors import ConfigError, DataError
 from lockstep.health.finite import GradientWatch
 from lockstep.models import shapes
-from lockstep.models.build import BY_RULE, Built, Choices
+from lockstep.models.build import Built, Kernels
 from lockstep.models.build import build as build_model
 from lockstep.models.shapes import AnyShape
 from lockstep.rundir import RunDir
@@ -188,7 +185,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     for notice in notices if everyone.rank == 0 else ():
         logger.warning("%s", notice)
     plan = replace(plan, config=counted)
-    stepper, built = make_stepper(plan, group, link, choose=by_clock(plan, everyone, resume.about_of(point), about))
+    stepper, built = make_stepper(plan, group, link, before=resume.kernels_before(point, about))
     about |= adapters.about_base(stepper.model) | kernels(plan, built)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
     cut = partial(cut_batches, plan, prepared, group, progress.step)
@@ -254,7 +251,7 @@ def make_saver(plan: Plan, run: RunDir, prepared: Prepared, stepper: Stepper, *,
 
 
 def make_stepper(
-    plan: Plan, group: Group, link: Marks, *, planned_faults: faults.Plan | None = None, choose: Choices = BY_RULE
+    plan: Plan, group: Group, link: Marks, *, planned_faults: faults.Plan | None = None, before: Kernels | None = None
 ) -> tuple[Stepper, Built]:
     """The model and all that a step needs, with whoever exchanges gradients in this mode."""
     config, place = plan.config, env.detect()
@@ -262,7 +259,7 @@ def make_stepper(
     sharded = None
     if group.world > 1 and config.system.mode in ("fsdp", "hsdp"):
         sharded = Sharded(config.system.mode, group, plan.device, nodes=place.nodes, link=link)
-    built = make_model(plan, hooks=planned_faults.needs_hooks, sharded=sharded, choose=choose)
+    built = make_model(plan, hooks=planned_faults.needs_hooks, sharded=sharded, before=before)
     planned_faults.attach(built.model)
     stepper = Stepper(
         built.model,
@@ -286,13 +283,7 @@ def make_stepper(
     return stepper, built
 
 
-def by_clock(plan: Plan, group: Group, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Choices:
-    """What `auto` leaves open, decided as in the checkpoint to go on from, or by measurement."""
-    known = (plan, group, saved, about)
-    return Choices(attention=kernel_choice.Chooser(*known), compiled=compile_choice.Chooser(*known))
-
-
-def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None, choose: Choices = BY_RULE) -> Built:
+def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None, before: Kernels | None = None) -> Built:
     """The model on its device. Compiled blocks skip hooks, so hooks mean no compiling."""
     config = plan.config
     return build_model(
@@ -307,7 +298,7 @@ def make_model(plan: Plan, *, hooks: bool, sharded: Sharded | None = None, choos
         documents_apart=config.data.documents in ("masked", "padded"),
         token=hub_token(config),
         shard=sharded.shard if sharded else None,
-        choose=choose,
+        before=before,
     )
 
 

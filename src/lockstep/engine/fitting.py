@@ -63,12 +63,6 @@ def check_memory(config: RunConfig, shape: Shape, device: torch.device, *, shard
     logger.warning("This may not fit: %s%s", text, f"; {others}" if others else "")
 
 
-def fits_without_compiler(config: RunConfig, shape: Shape, device: torch.device, *, shards: int = 1) -> bool:
-    """With room to spare, by the estimate, on the device as it is now."""
-    need = memory_estimate(config, shape, compiled=False, shards=shards)
-    return need.total <= ROOM * hardware.free_memory_bytes(device)
-
-
 def words(need: Memory, free: int, where: str = " per GPU") -> str:
     """The estimate by cause."""
     parts = {
@@ -138,5 +132,5 @@ def _savings(config: RunConfig) -> list[list[Change]]:
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether blocks would be compiled there, as long as nothing was measured."""
+    """Whether blocks would be compiled there."""
     return config.model.compiles(on_gpu=device.type == "cuda", debug=config.debug.enabled)

@@ -100,7 +100,7 @@ def _model_changes(read: Bundle, config: RunConfig, device: torch.device, change
     changes: dict[str, Any] = {} if adapters.has_additions(config) else {"init": "random"}
     if read.about["device"] != device.type:
         return {**changes, "attention_backend": "auto", "compile": "auto", **change.model}
-    same_card = read.about["device_name"] == device_name(device)  # where auto may have measured
+    same_card = read.about["device_name"] == device_name(device)  # where auto may have been decided by timing
     if named := change.training.get("precision"):
         head = shapes.from_hf(read.about["shape"]).head_dim
         if attention.obstacle(config.model.attention_backend, device.type, named, head):  # many are for halves only

@@ -17,6 +17,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.engine import agent_files, epochs, predecessor
 from lockstep.engine.checkpoint import RUN, Checkpointer, check_not_spoilt
 from lockstep.errors import ConfigError, DataError, NotFoundError
+from lockstep.models.build import Kernels
 from lockstep.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEYS_TOLD = 5  # settings in which another run differs
+CHOOSING = (("system", "deterministic"), ("debug", "enabled"), ("training", "precision"))
 DECIDING = ("torch", "cuda", "cudnn")  # versions that come with other kernels
 
 
@@ -261,6 +263,19 @@ def about_of(point: ResumePoint | None) -> Mapping[str, Any]:
     with contextlib.suppress(DataError):
         return read_about(point.checkpoint) if point and point.checkpoint.suffix != ".pt" else {}
     return {}
+
+
+def kernels_before(point: ResumePoint | None, about: Mapping[str, Any]) -> Kernels | None:
+    """The kernels of the checkpoint, which `auto` keeps where the device and the settings that choose are as then."""
+    was = about_of(point)
+    attention, compiled = was.get("attention"), was.get("compiled")
+    if not isinstance(attention, str) or not isinstance(compiled, bool):
+        return None
+    then, now = (
+        [each.get("device_name"), *(each["config"].get(section, {}).get(key) for section, key in CHOOSING)]
+        for each in (was, about)
+    )
+    return Kernels(attention, compiled) if then == now else None
 
 
 def with_saved_split(planned: Plan, point: ResumePoint | None) -> Plan:

@@ -24,6 +24,7 @@ KERNELS = {
     "native_math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+BY_AUTO = (*KERNELS, "flex")  # the kernels that `auto` may choose
 MASKING = ("flex", "native_math")  # the kernels of a GPU that keep documents apart
 NO_DROPOUT = ("flex", "flash_attn")  # the kernels that cannot drop probabilities
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,26 +81,19 @@ def _choose(
     for name in preferred(deterministic=deterministic, drops=drops):
         if not (reason := obstacle(name, device_type, dtype_name, head_dim)):
             repeats = deterministic or name == "flex"
-            why = "same bits in every run" if repeats else "fastest that runs here; not bit-reproducible"
+            why = "same bits in every run" if repeats else "not bit-reproducible"
             return name, f"attention: {name} (auto; {why}{''.join(skipped)})"
         skipped.append(f"; not {name}: {reason}")
     return "native_math", f"attention: native_math (auto{''.join(skipped)})"
 
 
 def preferred(*, deterministic: bool, drops: bool = False) -> tuple[str, ...]:
-    """The kernels of a GPU that may be chosen where nothing is masked, the one that is fastest at most shapes first.
+    """The kernels of a GPU in the order `auto` tries them where nothing is masked: the fastest at most shapes first.
 
     Where probabilities are dropped, those that cannot are last: by the plain maths every one would be written and read.
     """
     order = ("flex", "native_flash") if deterministic else ("cudnn", "native_flash", "flex")
     return tuple(sorted(order, key=NO_DROPOUT.__contains__)) if drops else order
-
-
-def allowed(*, use_flash: bool, deterministic: bool, masked: bool) -> tuple[str, ...]:
-    """All that `auto` may choose from on a GPU, the plain maths last."""
-    if not use_flash:
-        return ("native_math",)
-    return MASKING if masked else (*preferred(deterministic=deterministic), "native_math")
 
 
 def _choose_masking(use_flash: bool, dtype_name: str, head_dim: int, masked: str) -> tuple[str, str]:

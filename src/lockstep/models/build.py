@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigError
 from lockstep.kernels import products
 from lockstep.models import attention, float8, hf, initialise, lora, microbert
 from lockstep.models.agent import Agent
@@ -25,20 +27,12 @@ NAMING_CALLS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._
 PRECISIONS = set[str]()  # of the compiled models of this process
 
 
-def compiles(options: ModelOptions, *, device_type: str, debug: bool, **_: Any) -> tuple[bool, str]:
-    """(whether blocks are compiled, nothing to say of it)."""
-    return options.compiles(on_gpu=device_type == "cuda", debug=debug), ""
-
-
 @dataclass(frozen=True)
-class Choices:
-    """Who decides what `auto` leaves open, each with a line that says so: it may know more than what is told here."""
+class Kernels:
+    """What the checkpoint to go on from was computed with: `auto` keeps it. Earlier versions chose by timing."""
 
-    attention: Callable[..., tuple[str, str]] = attention.resolve
-    compiled: Callable[..., tuple[bool, str]] = compiles
-
-
-BY_RULE = Choices()
+    attention: str
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -64,36 +58,33 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     documents_apart: bool = False,
     token: str | None = None,
     shard: Callable[[nn.Module], None] | None = None,
-    choose: Choices = BY_RULE,
+    before: Kernels | None = None,
 ) -> Built:
     """The model that `options` describe: laid out without memory, compiled block by block, given memory, filled.
 
-    `shard` cuts it before it gets any memory: a rank never holds more than its part. `choose` finds the attention
-    kernel, and whether it is compiled.
+    `shard` cuts it before it gets any memory: a rank never holds more than its part. `before`: what a run that goes on
+    was computed with.
     """
     drops = isinstance(shape, AgentShape) and shape.attention_dropout > 0
-    run = {"device_type": device.type, "deterministic": deterministic, "documents_apart": documents_apart}
-    kernel, attention_notice = choose.attention(
+    kernel, attention_notice = _attention(
         options.attention_backend,
+        before.attention if before else "",
         use_flash=options.use_flash_attention,
+        device_type=device.type,
+        deterministic=deterministic,
+        documents_apart=documents_apart,
         dtype_name=precision.without_float8(dtype_name),
         head_dim=shape.head_dim,
         windowed=isinstance(shape, EncoderShape) and any(shape.window(layer) for layer in range(shape.num_layers)),
         drops=drops,
-        **run,
     )
     if kernel in attention.NO_DROPOUT and drops:
         attention_notice += "; native_math in training, for model.attention_dropout"
-    compiled, compile_notice = choose.compiled(
-        options,
-        debug=debug,
-        dtype_name=dtype_name,
-        attention=kernel,
-        checkpointing=checkpointing,
-        sharded=shard is not None,
-        **run,
-    )
-    model, float8_notice = blank(options, shape, attention=kernel, dtype_name=dtype_name, checkpointing=checkpointing)
+    compiled, compile_notice = options.compiles(on_gpu=device.type == "cuda", debug=debug), ""
+    if options.compile == "auto" and before and before.compiled != compiled:
+        compiled = before.compiled
+        compile_notice = f"compile: {'on' if compiled else 'off'} (auto; as in the checkpoint)"
+    model, float8_notice = _blank(options, shape, attention=kernel, dtype_name=dtype_name, checkpointing=checkpointing)
     if float8_notice and not compiled:
         float8_notice += "; slow, because nothing is compiled"
     if compiled:
@@ -113,7 +104,17 @@ def build(  # noqa: PLR0913 - everything a model depends on, by name
     return Built(model, tuple(filter(None, notices)), kernel, compiled)
 
 
-def blank(
+def _attention(backend: str, before: str, **facts: Any) -> tuple[str, str]:
+    """attention.resolve; `auto` keeps the kernel of the checkpoint to go on from, where that still runs."""
+    by_rule = attention.resolve(backend, **facts)
+    if backend == "auto" and before in attention.BY_AUTO and before != by_rule[0]:
+        with contextlib.suppress(ConfigError):
+            kernel, _ = attention.resolve(before, **facts)
+            return kernel, f"attention: {kernel} (auto; as in the checkpoint)"
+    return by_rule
+
+
+def _blank(
     options: ModelOptions, shape: AnyShape, *, attention: str, dtype_name: str, checkpointing: bool
 ) -> tuple[Model, str]:
     """A model that has no memory yet, with the layers that its precision and its additions ask for; words on float8."""

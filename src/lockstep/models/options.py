@@ -35,8 +35,8 @@ class ModelOptions(Section, frozen=True):
     dropout: float = setting(0.0, "Dropout on the residual branches.", ge=0, lt=1)
     attention_backend: AttentionBackend = setting(
         "auto",
-        "Attention kernel; a named one is used or refused. auto: the fastest that runs, timed once on each kind of "
-        "GPU, where bits need not repeat; else in a fixed order. It says which.",
+        "Attention kernel; a named one is used or refused. auto on a GPU: the first that runs of cudnn, native_flash, "
+        "flex and native_math; where bits must repeat, of flex, native_flash and native_math. It says which.",
         role="layout",
     )
     use_flash_attention: bool = setting(
@@ -44,13 +44,12 @@ class ModelOptions(Section, frozen=True):
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
-        "torch.compile of each block; auto: on a GPU outside debug, unless a block is slower so, timed once on each "
-        "kind of GPU, where bits need not repeat. It says which.",
+        "torch.compile of each block; auto: on a GPU outside debug.",
         role="layout",
     )
 
     def compiles(self, *, on_gpu: bool, debug: bool) -> bool:
-        """Whether blocks are compiled, as long as nothing was measured."""
+        """Whether blocks are compiled."""
         return self.compile == "on" or (self.compile == "auto" and on_gpu and not debug)
 
 
