@@ -33,10 +33,8 @@ from lockstep.bench import busy
 from lockstep.contracts import Draw, Rows
 from lockstep.learners import draws
 from lockstep.learners.history import Learner
-from lockstep.learners.noise import Noise
 from lockstep.learners.posterior import Posterior
 from lockstep.learners.ppo import PPO
-from lockstep.learners.q_learning import QLearning
 from lockstep.models.agent import Agent
 from lockstep.models.agent_shapes import AgentShape
 from lockstep.models.initialise import initialise
@@ -47,7 +45,7 @@ from lockstep.worlds.table import World
 
 FAITHFUL = PPO()
 OWN = PPO(hidden=32, batch_size=80, n_epochs=6, source_lr=4e-3)
-FASTER, OWN_FASTER, TABULAR_STEPS, MORE_ACTIONS = 15, 100, 1_000_000, 100  # the limits
+FASTER, OWN_FASTER, PSRL_STEPS, MORE_ACTIONS = 15, 100, 1_000_000, 100  # the limits
 DROPOUT = 0.1  # in both, as in the product
 WINDOW, WIDTH, INNER, LAYERS, HEADS, ROWS = (
     240,
@@ -222,9 +220,7 @@ def main() -> int:
     contenders: dict[str, Callable[[], int]] = {
         "PPO": lambda: ours(FAITHFUL, world, streams=64, steps=240),
         "PPO, settings of our own": lambda: ours(OWN, world, streams=64, steps=480),
-        "Q-learning": lambda: ours(QLearning(), world, streams=4096, steps=200),
         "posterior sampling": lambda: ours(Posterior(), world, streams=4096, steps=200),
-        "noise curriculum": lambda: ours(Noise(), world, streams=4096, steps=200),
     }
     if importlib.util.find_spec("stable_baselines3"):
         contenders |= {f"stable-baselines3, {streams} a learner": theirs(streams) for streams in (1, 10)}
@@ -243,10 +239,7 @@ def main() -> int:
     speeds = {name: statistics.median(values) for name, values in found.items()}
     for name, value in speeds.items():
         print(f"{name:36} {value:12,.0f} {'actions' if name in learners else 'steps'} per CPU second")
-    good = [
-        verdict(f"{name}, steps per CPU second", speeds[name], TABULAR_STEPS)
-        for name in ("Q-learning", "posterior sampling", "noise curriculum")
-    ]
+    good = [verdict("posterior sampling, steps per CPU second", speeds["posterior sampling"], PSRL_STEPS)]
     good.append(verdict("actions over one per window, times", speeds[EVERY] / speeds[ONE], MORE_ACTIONS))
     if other := max((value for name, value in speeds.items() if name.startswith("stable")), default=0.0):
         good.append(verdict("PPO over stable-baselines3, times", speeds["PPO"] / other, FASTER))

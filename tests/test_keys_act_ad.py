@@ -49,7 +49,7 @@ OF_AD: dict[str, Any] = {
     "data.horizon": 10,
     "data.env_split_seed": 1,
     "data.train_env_ratio": 0.5,
-    "data.alg": "Noise",
+    "data.alg": "PPO",
     "data.source_noise": 0.4,
     "data.alg_seed": 7,
     "data.total_source_timesteps": 480,

@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.engine.walks import Journey, walk
 from lockstep.learners import draws
 from lockstep.learners.history import Learner
-from lockstep.learners.noise import Noise
 from lockstep.learners.posterior import Posterior
 from lockstep.learners.ppo import PPO
-from lockstep.learners.q_learning import QLearning
 from lockstep.runtime.precision import Precision
 from lockstep.worlds import darkroom, darkroompermuted, key_door
 from tests.engine.walkers import small_agent
@@ -53,9 +51,7 @@ def test_walks(temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "learner",
-    [PPO(n_steps=20, batch_size=20, n_epochs=1), Posterior(), QLearning(), Noise()],
-    ids=lambda each: each.label,
+    "learner", [PPO(n_steps=20, batch_size=20, n_epochs=1), Posterior()], ids=lambda each: each.label
 )
 def test_learners(learner: Learner) -> None:
     for world in (darkroom.build(size=3), darkroompermuted.build(size=3), key_door.build(size=2, horizon=20)):

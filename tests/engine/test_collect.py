@@ -20,8 +20,8 @@ from lockstep.engine import collect as module
 from lockstep.engine.collect import Collection, collect, plan
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError
 from lockstep.learners.history import History, Learner
+from lockstep.learners.posterior import Posterior
 from lockstep.learners.ppo import PPO
-from lockstep.learners.q_learning import QLearning
 from lockstep.worlds import darkroom, darkroompermuted, key_door
 from lockstep.worlds.table import World
 
@@ -65,9 +65,9 @@ def breaking(folder: Path, calls: list[int]) -> Collection:
 
 
 def test_the_documented_file(tmp_path: Path) -> None:
-    wanted = plan(darkroom.build(), QLearning(), total_timesteps=400, streams=4, folder=tmp_path / "datasets")
+    wanted = plan(darkroom.build(), Posterior(), total_timesteps=400, streams=4, folder=tmp_path / "datasets")
     path = collect(wanted)
-    assert path == tmp_path / "datasets" / "history_darkroom_Q_alg-seed42.hdf5"
+    assert path == tmp_path / "datasets" / "history_darkroom_PSRL_alg-seed42.hdf5"
     assert plan(darkroom.build(), PPO()).file("hdf5") == Path("datasets/history_darkroom_PPO_alg-seed42.hdf5")
     with h5py.File(path) as file:
         assert sorted(file, key=int) == [str(task) for task in range(81)]
@@ -96,7 +96,7 @@ def check_group(group: dict[str, np.ndarray], goal: tuple[int, int]) -> None:
 
 def test_a_history_is_as_long_as_whole_rollouts() -> None:
     assert plan(darkroom.build(), PPO(), total_timesteps=100_000, streams=100).steps == 1040
-    assert plan(darkroom.build(), QLearning(), total_timesteps=100_000, streams=100).steps == 1000
+    assert plan(darkroom.build(), Posterior(), total_timesteps=100_000, streams=100).steps == 1000
 
 
 def test_the_same_bytes_after_an_interruption(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_damaged_chunk_does_not_pass(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=60, streams=3, folder=tmp_path)
+    wanted = plan(darkroom.build(size=3), Posterior(), total_timesteps=60, streams=3, folder=tmp_path)
     collect(wanted)
     before = digests(wanted)
     wanted.file("npy").unlink()
@@ -159,7 +159,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_kill_after_the_last_file_leaves_nothing_behind(tmp_path: Path) -> None:
-    wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=80, streams=2, folder=tmp_path)
+    wanted = plan(darkroom.build(size=3), Posterior(), total_timesteps=80, streams=2, folder=tmp_path)
     collect(wanted)
     before = digests(wanted)
     wanted.file("json").unlink()
@@ -179,7 +179,7 @@ def test_unfinished_work_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_of_histories_is_refused_and_left_alone(tmp_path: Path) -> None:
-    wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=60, streams=3, folder=tmp_path)
+    wanted = plan(darkroom.build(size=3), Posterior(), total_timesteps=60, streams=3, folder=tmp_path)
     with h5py.File(wanted.file("hdf5"), "w") as file:
         file.create_group("0")
     before = wanted.file("hdf5").read_bytes()
@@ -194,7 +194,7 @@ def test_what_is_no_file_of_histories_is_refused_and_left_alone(tmp_path: Path) 
 
 
 def test_of_two_collections_one_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wanted = plan(darkroom.build(size=3), QLearning(), total_timesteps=60, streams=3, folder=tmp_path)
+    wanted = plan(darkroom.build(size=3), Posterior(), total_timesteps=60, streams=3, folder=tmp_path)
     other = FileLock(tmp_path / f".{wanted.stem}.lock", thread_local=False)
     other.acquire()
     waiting = f"waiting for another process, who is building {wanted.file('hdf5')}"
@@ -214,7 +214,7 @@ def test_of_two_collections_one_waits(tmp_path: Path, caplog: pytest.LogCaptureF
     assert waiting in caplog.text
 
 
-@pytest.mark.parametrize("learner", [QLearning(), replace(QUICK, streams_per_learner=2)])
+@pytest.mark.parametrize("learner", [Posterior(), replace(QUICK, streams_per_learner=2)])
 def test_other_worlds_are_kept_too(tmp_path: Path, learner: Learner) -> None:
     for world in (darkroompermuted.build(size=4), key_door.build(size=3, horizon=20)):
         wanted = plan(world, learner, total_timesteps=320, streams=4, folder=tmp_path).only([7, 3, 50])
@@ -228,7 +228,7 @@ def test_other_worlds_are_kept_too(tmp_path: Path, learner: Learner) -> None:
 
 def test_histories_may_be_shorter_than_an_episode(tmp_path: Path) -> None:
     """Nothing is there to be drawn then."""
-    wanted = plan(darkroom.build(size=3, horizon=20), QLearning(), total_timesteps=30, streams=3, folder=tmp_path)
+    wanted = plan(darkroom.build(size=3, horizon=20), Posterior(), total_timesteps=30, streams=3, folder=tmp_path)
     collect(wanted)
     table = np.load(wanted.file("npy"))
     assert table.shape == (3, 9, 3, 10)
@@ -239,7 +239,7 @@ def test_histories_may_be_shorter_than_an_episode(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_is_said_once_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the HDF5 file too, whose own library goes on complaining."""
-    wanted = plan(darkroom.build(), QLearning(), total_timesteps=500, streams=10, folder=tmp_path)
+    wanted = plan(darkroom.build(), Posterior(), total_timesteps=500, streams=10, folder=tmp_path)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, usual[1]))
     try:
@@ -248,15 +248,15 @@ def test_a_disk_that_is_full_is_said_once_and_nothing_is_lost(tmp_path: Path, mo
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert sorted(path.suffix for path in tmp_path.iterdir() if path.name[0] != ".") == [".npy", ".parts", ".png"]
-    monkeypatch.setattr(QLearning, "run", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(Posterior, "run", lambda *_: pytest.fail("made again"))
     collect(wanted)
     with h5py.File(wanted.file("hdf5")) as file:
         assert (file["80"]["actions"][()] == np.load(wanted.file("npy"))[1, 80].T).all()
 
 
 def test_what_no_disk_can_hold_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QLearning, "run", lambda *_: pytest.fail("begun"))
-    wanted = plan(darkroom.build(), QLearning(), total_timesteps=10**15, streams=10, folder=tmp_path)
+    monkeypatch.setattr(Posterior, "run", lambda *_: pytest.fail("begun"))
+    wanted = plan(darkroom.build(), Posterior(), total_timesteps=10**15, streams=10, folder=tmp_path)
     told = r"81,000,000,000,000,000 steps need 2,703,666,687,011\.7 MiB, and .* are free"
     with pytest.raises(LockstepError, match=told) as said:
         collect(wanted)

@@ -197,16 +197,15 @@ def test_missing_histories_and_the_command_that_makes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = configuration(tmp_path / "a folder", collect=False, alg="Q", horizon=10)
+    config = configuration(tmp_path / "a folder", collect=False, horizon=10, alg_seed=7)
     with pytest.raises(NotFoundError, match="no histories to learn from") as error:
         prepare(config)
-    assert (
-        error.value.hint == f"lockstep collect ad tiny data.horizon=10 data.alg=Q 'data.data_path={tmp_path}/a folder'"
-    )
+    command = f"lockstep collect ad tiny data.horizon=10 data.alg_seed=7 'data.data_path={tmp_path}/a folder'"
+    assert error.value.hint == command
     assert not (tmp_path / "a folder").exists()
     assert main([*shlex.split(error.value.hint)[1:], "--device", "cpu"]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
-    file = tmp_path / "a folder" / "history_darkroom_Q_alg-seed42.hdf5"
+    file = tmp_path / "a folder" / "history_darkroom_PSRL_alg-seed7.hdf5"
     assert lines[0] == f"Collected: {file}"
     assert lines[1].split() == ["histories", "25", "tasks", "x", "8", "streams", "x", "100", "steps", "(20,000)"]
     assert lines[2].endswith(" of 8.56 (mean of all, against the optimum)")
@@ -216,6 +215,23 @@ def test_missing_histories_and_the_command_that_makes_them(
     capsys.readouterr()
     assert main([*shlex.split(error.value.hint)[1:], "--device", "cpu"]) == ExitCode.DONE
     assert capsys.readouterr().out.startswith(f"There already: {file}\n")
+
+
+@pytest.mark.parametrize("alg", ["Q", "Noise"])
+def test_a_removed_source_learner_is_refused_and_its_run_stays(
+    alg: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    saved = {"family": "ad", "preset": "tiny", "config": {"family": "ad", "data": {"alg": alg}}}
+    (run_folder / "config.json").write_text(json.dumps(saved))
+    before = (run_folder / "config.json").read_bytes()
+    for words in (["collect", "ad", "tiny", f"data.alg={alg}"], ["resume", str(run_folder)]):
+        assert main(words) == ExitCode.USAGE
+        told = capsys.readouterr().err
+        assert f'data.alg: "{alg}" was removed: PPO and PSRL are the source learners' in told
+        assert "  try: lockstep train ad data.alg=PSRL" in told
+    assert (run_folder / "config.json").read_bytes() == before
 
 
 def test_what_is_told_of_the_last_return_is_so(collected: Path) -> None:

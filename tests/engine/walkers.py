@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.learners.history import toward
+from lockstep.learners.posterior import toward
 from lockstep.models.agent import Agent
 from lockstep.models.agent_shapes import KNOWN, AgentShape
 from lockstep.worlds.table import World

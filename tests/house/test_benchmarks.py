@@ -111,7 +111,7 @@ def test_a_report_over_its_limit_is_said(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_learner_under_its_limit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     module = script("ad")
-    limits = (module.FASTER, module.OWN_FASTER, module.TABULAR_STEPS, module.MORE_ACTIONS)
+    limits = (module.FASTER, module.OWN_FASTER, module.PSRL_STEPS, module.MORE_ACTIONS)
     for limit in limits:
         assert module.verdict("steps", limit, limit)
         assert not module.verdict("steps", 0.99 * limit, limit)

@@ -1,4 +1,4 @@
-"""The learners without a network: their curves, and that a stream is its own."""
+"""Posterior sampling: its learning curve, and that a stream is its own."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from torch import Tensor
 
 from lockstep import registry
 from lockstep.learners import draws
-from lockstep.learners.history import History, Learner
-from lockstep.learners.noise import Noise
+from lockstep.learners.history import History
 from lockstep.learners.posterior import Posterior
-from lockstep.learners.q_learning import QLearning
 from lockstep.worlds import darkroom, darkroompermuted, key_door
 from lockstep.worlds.table import World
 
-TABULAR = (QLearning(), Posterior(), Noise())
 WORLDS = (darkroom.build(), darkroompermuted.build(), key_door.build(size=5, horizon=30))
 
 
-def run(learner: Learner, world: World, steps: int, streams: int = 1000, seed: int = 0) -> History:
+def run(learner: Posterior, world: World, steps: int, streams: int = 1000, seed: int = 0) -> History:
     tasks = torch.arange(streams) * 7919 % world.tasks
     keys = draws.keys(tasks, torch.arange(streams), seed=seed)
     return learner.run(world, tasks, keys, steps=steps)
@@ -30,7 +27,7 @@ def curve(history: History, world: World) -> Tensor:
 
 
 def test_the_folder_is_the_registry() -> None:
-    assert registry.names("learners") == ["noise", "posterior", "ppo", "q_learning"]
+    assert registry.names("learners") == ["posterior", "ppo"]
     for name in registry.names("learners"):
         assert registry.load("learners", name, "build")().label
 
@@ -42,29 +39,6 @@ def test_posterior_sampling_learns_in_a_dozen_episodes() -> None:
     assert (returns - known).abs().max() < 0.5
 
 
-def test_q_learning_learns_in_two_hundred() -> None:
-    returns = curve(run(QLearning(), WORLDS[0], 4000, streams=500), WORLDS[0])
-    for episode, known, apart in ((0, 0.27, 0.2), (50, 2.8, 0.8), (100, 9.9, 0.8), (199, 16.2, 0.4)):
-        near = returns[max(0, episode - 2) : episode + 3].mean()
-        assert abs(float(near) - known) < apart
-
-
-def test_a_learner_without_rewards_learns_nothing() -> None:
-    """The control: where the reward is hidden from the learner, the curve stays flat."""
-    unpaid = QLearning(rate=0.0)
-    returns = curve(run(unpaid, WORLDS[0], 2000, streams=300), WORLDS[0])
-    assert returns[-10:].mean() < 1.0
-
-
-def test_noise_falls_from_all_to_none() -> None:
-    for world in WORLDS:
-        history = run(Noise(), world, 20 * world.horizon)
-        returns, best = curve(history, world), world.optimum(torch.arange(world.tasks)).float().mean()
-        assert returns[0] < 0.4 * best
-        assert returns[-1] > 0.85 * best
-        assert (returns[5:] - returns[:-5]).min() > -0.1 * best
-
-
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 def test_posterior_sampling_solves_every_world(world: World) -> None:
     returns = curve(run(Posterior(noise=0.0), world, 25 * world.horizon), world)
@@ -73,9 +47,9 @@ def test_posterior_sampling_solves_every_world(world: World) -> None:
     assert returns[-1] > 0.99 * best
 
 
-@pytest.mark.parametrize("learner", TABULAR, ids=lambda learner: learner.label)
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
-def test_a_stream_does_not_feel_its_neighbours(learner: object, world: World) -> None:
+def test_a_stream_does_not_feel_its_neighbours(world: World) -> None:
+    learner = Posterior()
     many = run(learner, world, 3 * world.horizon, streams=257)
     again = run(learner, world, 3 * world.horizon, streams=257)
     few = run(learner, world, 3 * world.horizon, streams=3)
@@ -86,11 +60,10 @@ def test_a_stream_does_not_feel_its_neighbours(learner: object, world: World) ->
         assert part is few.rewards or not torch.equal(part, strange)
 
 
-@pytest.mark.parametrize("learner", TABULAR, ids=lambda learner: learner.label)
-def test_what_is_written_is_what_happened(learner: object) -> None:
+def test_what_is_written_is_what_happened() -> None:
     """Each row of a history follows from the row before by the world's own tables; nothing comes from elsewhere."""
     for world in WORLDS:
-        history = run(learner, world, 2 * world.horizon, streams=100)
+        history = run(Posterior(), world, 2 * world.horizon, streams=100)
         tasks = torch.arange(100) * 7919 % world.tasks
         states = torch.full_like(tasks, world.start)
         for time in range(2 * world.horizon):
@@ -112,8 +85,8 @@ def test_draws_are_even_and_their_own() -> None:
     counts = torch.bincount(draws.below(draws.bits(keys, draws.EXPLORE, torch.arange(1000)), 5), minlength=5)
     assert counts.min() > 140
     times = torch.arange(50)
-    one_by_one = torch.stack([draws.bits(keys[0], draws.TIES, int(time)) for time in times])
-    assert torch.equal(draws.bits(keys[0], draws.TIES, times), one_by_one)
+    one_by_one = torch.stack([draws.bits(keys[0], draws.ORDER, int(time)) for time in times])
+    assert torch.equal(draws.bits(keys[0], draws.ORDER, times), one_by_one)
 
 
 def test_pick_takes_only_what_is_set() -> None:

@@ -28,7 +28,13 @@ class Removed:
 
 
 REMOVED: dict[str, Removed] = {}  # by dotted key
-REMOVED_VALUES: dict[str, dict[Any, Removed]] = {}  # of settings that stay: dotted key -> value
+_LEARNER = Removed(
+    "PPO and PSRL are the source learners; histories of others stay where they are, and are not read",
+    "lockstep train ad data.alg=PSRL",
+)
+REMOVED_VALUES: dict[str, dict[Any, Removed]] = {  # of settings that stay: dotted key -> value
+    "data.alg": {"Q": _LEARNER, "Noise": _LEARNER},
+}
 
 
 def refusal(key: str, value: Any, *, where: str) -> ConfigError | None:

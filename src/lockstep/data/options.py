@@ -90,10 +90,7 @@ class HistoryOptions(DataOptions, frozen=True):
     max_reward: float = setting(20, "What a return is told beside, in evaluations.", role="cosmetic", gt=0, le=1e9)
     env_split_seed: int = setting(0, "Decides which tasks are kept unseen.", ge=0, le=(1 << 63) - 1)
     train_env_ratio: float = setting(0.9, "Share of the tasks that are learnt from.", gt=0, lt=1)
-    alg: Literal["PPO", "Q", "PSRL", "Noise"] = setting(
-        "PPO",
-        "Who learnt: PPO, tabular Q-learning, posterior sampling, or the best policy under falling noise.",
-    )
+    alg: Literal["PPO", "PSRL"] = setting("PPO", "Who learnt: PPO, or posterior sampling (PSRL).")
     policy: Literal["MlpPolicy"] = setting("MlpPolicy", "The network of PPO.")
     n_steps: int = setting(80, "Steps between two updates of PPO.", unit="steps", ge=1, le=1 << 20)
     source_batch_size: int = setting(40, "Steps of a minibatch of PPO.", unit="steps", ge=1, le=1 << 24)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEARNERS = {"PPO": "ppo", "Q": "q_learning", "PSRL": "posterior", "Noise": "noise"}  # data.alg -> file of learners/
+LEARNERS = {"PPO": "ppo", "PSRL": "posterior"}  # data.alg -> file of learners/
 SET_AS = {"batch_size": "source_batch_size"}  # names of learners' own settings
 COLLECTED = (
     "env", "grid_size", "horizon", "alg", "policy", "n_steps", "source_batch_size", "n_epochs", "source_lr",
@@ -103,7 +103,7 @@ def make_world(options: HistoryOptions) -> World:
 
 def make_learner(options: HistoryOptions) -> Learner:
     """The source learner that data.alg names."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"region": options.n_steps, "noise": options.source_noise}
     if options.alg == "PPO":
         settings = {
             "n_steps": options.n_steps,
@@ -112,10 +112,6 @@ def make_learner(options: HistoryOptions) -> Learner:
             "source_lr": options.source_lr,
             "streams_per_learner": options.streams_per_learner or options.n_stream,
         }
-    elif options.alg == "PSRL":
-        settings = {"noise": options.source_noise}
-    if options.alg != "PPO":
-        settings["region"] = options.n_steps
     return registry.load("learners", LEARNERS[options.alg], "build")(**settings)
 
 

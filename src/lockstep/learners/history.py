@@ -50,12 +50,3 @@ class Learner(Protocol):
     def run(self, world: World, tasks: Tensor, keys: Tensor, *, steps: int) -> History:
         """Learn from nothing on each (task, key), in `steps` steps of the world; all tensors on the world's device."""
         ...
-
-
-def toward(world: World, cells: Tensor, targets: Tensor, sideways: Tensor) -> Tensor:
-    """The move that brings each cell nearer to its target; `sideways` (bool) says which axis goes first."""
-    size = world.size
-    dx, dy = targets // size - cells // size, targets % size - cells % size
-    along_x, along_y = torch.where(dx > 0, 0, 1), torch.where(dy > 0, 2, 3)
-    first_x = (dx != 0) & ((dy == 0) | ~sideways)
-    return torch.where(first_x, along_x, torch.where(dy != 0, along_y, 4))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.learners.draws import EXPLORE, ORDER, TARGET, below, bits, pick, uniform
-from lockstep.learners.history import History, toward
+from lockstep.learners.history import History
 from lockstep.worlds.table import STAY, World
 
 
@@ -100,6 +100,15 @@ class Belief:
         if len(self.meanings_QA) > 1:
             self.meanings_MQ &= self.world.moves_CA[cells[:, None], self.meanings_QA.T[actions]] == after[:, None]
             self.meaning.masked_fill_(~self.meanings_MQ[self.rows, self.meaning], -1)
+
+
+def toward(world: World, cells: Tensor, targets: Tensor, sideways: Tensor) -> Tensor:
+    """The move that brings each cell nearer to its target; `sideways` (bool) says which axis goes first."""
+    size = world.size
+    dx, dy = targets // size - cells // size, targets % size - cells % size
+    along_x, along_y = torch.where(dx > 0, 0, 1), torch.where(dy > 0, 2, 3)
+    first_x = (dx != 0) & ((dy == 0) | ~sideways)
+    return torch.where(first_x, along_x, torch.where(dy != 0, along_y, 4))
 
 
 def build(**settings: Any) -> Posterior:
