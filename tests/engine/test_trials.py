@@ -92,7 +92,6 @@ def test_the_documented_lines_and_files(lockstep: Run) -> None:
     assert f"Overall mean reward: {table.mean():.4f}" in lines
     assert any(re.fullmatch(r"Std deviation: [\d.]+", line) for line in lines)
     assert any(line.startswith("Optimum: ") and "max_reward 20" in line for line in lines)
-    assert any(line.startswith("Source learner: ") and "unknown" not in line for line in lines)
     assert Path("runs/a/eval_result.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -108,8 +107,6 @@ def test_one_goal_is_the_same_as_among_all(lockstep: Run) -> None:
     assert told["overall_mean_reward"] == alone.mean()
     assert told["curve"] == alone[0].tolist()
     assert told["files"] == ["runs/a/eval_result_goal1.npy", "runs/a/eval_result_goal1.png"]
-    assert told["val_loss"] == events("eval")[-1]["val_loss"]  # the validation of the run once more, bit for bit
-    assert len(told["source_curve"]) == 10
 
 
 def test_temperature_and_seed_act(lockstep: Run) -> None:
@@ -123,27 +120,14 @@ def test_temperature_and_seed_act(lockstep: Run) -> None:
     assert json.loads(typed.out)["curve"] == warm
 
 
-def test_without_the_histories_the_source_is_unknown() -> None:
+def test_no_histories_are_needed_to_evaluate() -> None:
     Path("histories").rename("elsewhere")
     try:
         found = evaluate_run(Path("runs/a"), episodes=1, repeats=1)
     finally:
         Path("elsewhere").rename("histories")
-    assert found.source is None
     assert not found.files
-    assert any(line.startswith("Source learner: unknown, no histories") for line in found.lines())
     assert not Path("runs/a/eval_result.npy").exists()
-    assert not Path("elsewhere").exists()
-
-
-def test_of_histories_shorter_than_an_episode_no_curve_is_known(tmp_path: Path, lockstep: Run) -> None:
-    longer = ("data.horizon=200", f"data.data_path={tmp_path}", "model.compressed=true", "model.region=20")
-    few = ("training.max_steps=1", "training.gen_episodes=0", "--name", "long")
-    assert lockstep("train", "ad", "tiny", *SHORT, *longer, *few).code == 0
-    found = evaluate_run(Path("runs/long"), episodes=1, repeats=1, folder=tmp_path / "measured")
-    assert found.source is not None
-    assert found.source.curves.shape == (GOALS, 0)
-    assert "Source learner: no whole episode" in found.lines()
 
 
 def test_a_documented_file_walks_as_its_run(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ TRAIN = {
 }
 NAN = "nan_act@step=13,module=layers.1.mlp.w2,index=5"
 EVALUATE = dict.fromkeys(TRAIN, ("eval", "--json")) | {"ad": ("eval", "--json", "--episodes", "5")}
-FIGURES = ("loss", "val_loss", "accuracy", "return", "first_return", "last_return")  # of what `eval --json` says
+FIGURES = ("loss", "accuracy", "return", "first_return", "last_return")  # of what `eval --json` says
 
 
 def numbers(text: str) -> dict[str, float]:

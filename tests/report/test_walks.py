@@ -117,11 +117,10 @@ def test_no_colour_where_none_is_wanted(terminal: Terminal, monkeypatch: pytest.
 def test_returns_are_drawn(tasks: int, episodes: int) -> None:
     paid = np.arange(tasks * 2 * episodes).reshape(tasks, 2, episodes) % 7
     names = [str(task) for task in range(tasks)]
-    source = np.ones((tasks, 3)) if episodes > 1 else None
-    drawn = returns.picture(paid, optimum=np.full(tasks, 7), names=names, source=source, title="x")
+    drawn = returns.picture(paid, optimum=np.full(tasks, 7), names=names, title="x")
     assert drawn is not None
     assert drawn.startswith(b"\x89PNG")
-    other = returns.picture(paid + 1, optimum=np.full(tasks, 7), names=names, source=source, title="x")
+    other = returns.picture(paid + 1, optimum=np.full(tasks, 7), names=names, title="x")
     assert other != drawn
 
 
@@ -135,7 +134,7 @@ def test_episodes_are_whole_numbers_on_the_axis_too(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Figure, "savefig", look)
     paid = np.ones((3, 2, 5))
-    returns.picture(paid, optimum=np.full(3, 7), names=["a", "b", "c"], source=None, title="x")
+    returns.picture(paid, optimum=np.full(3, 7), names=["a", "b", "c"], title="x")
     curves(paid[:, 0], single=paid[0, 0], optimum=7.0, title="x")
     assert ticks
     assert not [tick for tick in ticks if tick % 1]

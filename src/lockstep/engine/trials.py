@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lockstep import rundir
 from lockstep.config.load import from_saved
-from lockstep.data.histories import file_of, read_note
-from lockstep.data.loader import validation_batches
 from lockstep.data.options import HistoryOptions
-from lockstep.engine import histories, legacy
-from lockstep.engine.build import make_objective
-from lockstep.engine.evaluate import Judge, evaluate
+from lockstep.engine import legacy
 from lockstep.engine.inference import LoadedModel, bare_model, fill, load_model
-from lockstep.engine.prepare import Prepared, prepare
 from lockstep.engine.unseen import TEMPERATURE, Outcome, best, check_context, describe, mean_and_spread, unseen_tasks
-from lockstep.engine.walks import Journey, Returns, walk, whole_agent
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.engine.walks import Journey, walk, whole_agent
+from lockstep.errors import ConfigError, DataError
 from lockstep.models import shapes
 from lockstep.models.agent import Agent
 from lockstep.report import returns as pictures
@@ -39,20 +34,9 @@ from lockstep.runtime.marks import Marks, NoMarks
 from lockstep.runtime.precision import Precision, for_measuring, resolve
 from lockstep.worlds.table import World
 
-if TYPE_CHECKING:
-    from lockstep.config.schema import RunConfig
-
 EPISODES, REPEATS = 100, 4
 LISTED = 24  # goals; of more only some have a line of their own
 RESULT = "eval_result"
-
-
-@dataclass(frozen=True)
-class Source:
-    """What the histories of a run say about its unseen tasks: how their learner did, and how well it is foreseen."""
-
-    curves: Returns  # (tasks, episodes)
-    measures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -66,8 +50,6 @@ class Evaluation:
     outcome: Outcome
     temperature: float
     max_reward: float
-    source: Source | None
-    missing: str  # why there is no source
     files: tuple[Path, ...]
 
     @property
@@ -77,7 +59,7 @@ class Evaluation:
     def fields(self) -> dict[str, Any]:
         """For programs."""
         mean, spread = mean_and_spread(self.outcome.returns)
-        told: dict[str, Any] = {
+        return {
             "checkpoint": str(self.checkpoint),
             "world": self.world.name,
             "temperature": self.temperature,
@@ -99,10 +81,6 @@ class Evaluation:
             ],
             "files": [str(path) for path in self.files],
         }
-        if self.source:
-            told |= {f"val_{name}": value for name, value in self.source.measures.items()}
-            told["source_curve"] = self.source.curves.mean(0).tolist()
-        return told
 
     def lines(self) -> list[str]:
         """For people; the documented lines among them."""
@@ -130,18 +108,8 @@ class Evaluation:
             f"Optimum: {best_mean:.4f}, reached {_share(mean, best_mean)} (max_reward {self.max_reward:g})",
             f"First episode: {outcome.curve[0]:.4f}, {ends}: {float(outcome.ends.mean()):.4f} "
             f"({_share(float(outcome.ends.mean()), best_mean)})",
-            *self._lines_of_source(),
             *(f"Saved to {path}" for path in self.files),
         ]
-
-    def _lines_of_source(self) -> list[str]:
-        if self.source is None:
-            return [f"Source learner: unknown, {self.missing}"]
-        curve = self.source.curves.mean(0)
-        ends = f"{curve[0]:.4f} → {curve[-1]:.4f} in {len(curve)} episodes" if len(curve) else "no whole episode"
-        told = [(name, value) for name, value in self.source.measures.items() if name != "loss"]  # loss_action it is
-        measures = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in told)
-        return [f"Source learner: {ends}", f"Its actions in unseen tasks: {measures}"]
 
 
 def _share(part: float, whole: float) -> str:
@@ -176,12 +144,9 @@ def evaluate_run(  # noqa: PLR0913 - how to walk, by name
     agent, precision = at_rest(loaded)
     with _progress(journey.signs(precision.device)) as link:
         outcome = Outcome(tasks, walk(agent, journey, precision, link=link), best(world, tasks))
-    source, missing = _source(loaded, precision, tasks)
     stem = RESULT if goal_idx is None else f"{RESULT}_goal{goal_idx}"
     files = tuple(folder / f"{stem}{suffix}" for suffix in (".npy", ".png")) if folder else ()
-    found = Evaluation(
-        loaded.checkpoint, world, goals, chosen, outcome, temperature, data.max_reward, source, missing, files
-    )
+    found = Evaluation(loaded.checkpoint, world, goals, chosen, outcome, temperature, data.max_reward, files)
     return _written(found) if files else found
 
 
@@ -254,66 +219,16 @@ def checked_goal(goal_idx: int, goals: tuple[int, ...]) -> int:
     return goal_idx
 
 
-def _source(loaded: LoadedModel, precision: Precision, tasks: tuple[int, ...]) -> tuple[Source | None, str]:
-    """What can be said from the histories of some tasks, and if nothing, why. They are not collected for that."""
-    config, about = loaded.config, loaded.about
-    only_there = config.data.model_copy(update={"collect": False})
-    objective = make_objective(config)
-    try:
-        prepared = prepare(
-            config.model_copy(update={"data": only_there}), objective, vocab_limit=loaded.shape.vocab_size
-        )
-        curves = _curves(config, prepared, tasks)
-    except LockstepError as error:
-        return None, f"{error.what} ({error.where})"
-    if prepared.key != about["data_key"]:
-        return None, "the histories are not those this run has learnt from"
-    return Source(curves, _measures(loaded, prepared, precision, int(about["batch_rows"]))), ""
-
-
-def _curves(config: RunConfig, prepared: Prepared, tasks: tuple[int, ...]) -> Returns:
-    """(tasks, episodes): what the episodes of the source learners of each task paid, the mean of all of them."""
-    assert prepared.histories is not None
-    assert isinstance(config.data, HistoryOptions)
-    file, horizon = file_of(config.data, "hdf5"), prepared.histories.horizon
-    note = read_note(file)
-    if note is None or not set(tasks) <= set(note.tasks):
-        raise DataError("no histories of these tasks", where=str(file))
-    rewards = prepared.histories.steps[2]  # of one task after the other
-    whole, streams = rewards.shape[1] // horizon, len(rewards) // len(note.tasks)
-    episodes = rewards[:, : whole * horizon].reshape(len(note.tasks), streams, whole, horizon)
-    return episodes.sum(-1, dtype=np.int64).mean(1)[[note.tasks.index(task) for task in tasks]]
-
-
-def _measures(loaded: LoadedModel, prepared: Prepared, precision: Precision, batch_rows: int) -> Mapping[str, float]:
-    """The validation of the run once more: the same rows and windows."""
-    config = loaded.config
-    objective = histories.with_histories(make_objective(config), prepared, config, loaded.shape)
-    batches = validation_batches(
-        prepared.validation,
-        objective,
-        micro_rows=getattr(config.training, "eval_batch_size", None) or config.training.batch_size,
-        rows=config.training.eval_batches * batch_rows,
-        seed=config.system.seed,
-    )
-    measures = dict(evaluate(Judge(loaded.model, objective, precision), batches))
-    loaded.model.eval()
-    return measures
-
-
 def _written(found: Evaluation) -> Evaluation:
     """The same, its files written; without the package that draws there is no picture."""
     table, image = found.files
     names = [found.names[place] for place in found.chosen]
-    taught = found.source.curves if found.source else None
     title = f"{found.world.name}: returns in unseen tasks, {found.outcome.returns.shape[1]} walks in each"
     try:
         table.parent.mkdir(parents=True, exist_ok=True)
         with rundir.replacing(table) as temporary, temporary.open("xb") as file:
             np.save(file, found.outcome.per_task)
-        drawn = pictures.picture(
-            found.outcome.returns, optimum=found.outcome.optimum, names=names, source=taught, title=title
-        )
+        drawn = pictures.picture(found.outcome.returns, optimum=found.outcome.optimum, names=names, title=title)
         if drawn:
             rundir.write_bytes(image, drawn)
             return found

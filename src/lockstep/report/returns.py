@@ -1,4 +1,4 @@
-"""The returns of an agent over episodes in tasks it has not seen, as a picture: beside its teacher and the optimum."""
+"""The returns of an agent over episodes in tasks it has not seen, as a picture, with the optimum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.report.figure import count_whole, new, png
 
-AGENT, WALKS, SOURCE, INK, FAINT = "#2563eb", "#93c5fd", "#ea580c", "#1f2937", "#d1d5db"
+AGENT, WALKS, INK, FAINT = "#2563eb", "#93c5fd", "#1f2937", "#d1d5db"
 MOST_PANELS = 16  # more tasks are one panel of their mean
 COLUMNS = 4
 INCHES = (3.1, 2.3)  # of one panel
@@ -23,12 +23,11 @@ def picture(
     *,
     optimum: Numbers,
     names: Sequence[str],
-    source: Numbers | None,
     title: str,
 ) -> bytes | None:
     """The PNG of returns (tasks, repeats, episodes): the mean, then each task; None where the package is missing.
 
-    `optimum` (tasks,), `source` (tasks, episodes) of the learner it was distilled from, as far as that is known.
+    `optimum` is (tasks,).
     """
     tasks = len(names) if 1 < len(names) <= MOST_PANELS else 0
     panels = tasks + 1
@@ -40,12 +39,10 @@ def picture(
         return None
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
     heading = names[0] if len(names) == 1 else f"mean of {len(names)} tasks"
-    taught = None if source is None else source.mean(0)
     spread = returns.mean(1) if len(names) > 1 else returns[0]
-    _panel(grid[0], heading, returns.mean((0, 1)), spread, float(optimum.mean()), taught)
+    _panel(grid[0], heading, returns.mean((0, 1)), spread, float(optimum.mean()))
     for place in range(tasks):
-        taught = None if source is None else source[place]
-        _panel(grid[place + 1], names[place], returns[place].mean(0), returns[place], float(optimum[place]), taught)
+        _panel(grid[place + 1], names[place], returns[place].mean(0), returns[place], float(optimum[place]))
     for axes in grid[panels:]:
         axes.set_visible(False)
     count_whole(grid[0].xaxis, nbins=6)
@@ -60,7 +57,7 @@ def picture(
     return png(figure)
 
 
-def _panel(axes: Any, heading: str, mean: Numbers, each: Numbers, optimum: float, source: Numbers | None) -> None:
+def _panel(axes: Any, heading: str, mean: Numbers, each: Numbers, optimum: float) -> None:
     """One curve with its spread (rows, episodes)."""
     episodes = np.arange(1, len(mean) + 1)
     low, high = each.min(0), each.max(0)
@@ -68,8 +65,6 @@ def _panel(axes: Any, heading: str, mean: Numbers, each: Numbers, optimum: float
         axes.fill_between(episodes, low, high, color=WALKS, alpha=0.4, linewidth=0, label="lowest to highest")
     dot = "o" if len(mean) == 1 else None
     axes.plot(episodes, mean, color=AGENT, linewidth=1.8, marker=dot, label="agent, no weight changed")
-    if source is not None and len(source):
-        axes.plot(np.arange(1, len(source) + 1), source, color=SOURCE, linewidth=1.3, label="source learner")
     axes.axhline(optimum, color=INK, linewidth=1, linestyle=":", label="optimum")
     title = f"{heading}: {mean.mean():.1f} of {round(optimum, 2):g}"
     axes.set_title(title, fontsize=9, color=INK, loc="left")
