@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def sample(arguments: Namespace, _: list[Setting]) -> int:
             raise ConfigError("an agent hears no prompt, it walks", where="PROMPT", hint=f"lockstep sample {path}")
         from lockstep.engine.strolls import walk_run
 
-        say(walk_run(path, sys.stdout, **given))
+        say(walk_run(path, **given))
         return ExitCode.DONE
     _refuse(given, OF_TEXTS, "is for agents (family ad), and this run is of another family")
     if arguments.prompt is None:

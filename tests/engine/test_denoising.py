@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pty
-import select
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,33 +170,6 @@ def test_prompt_and_answer_meet_between_two_tokens() -> None:
     before, after = denoising.exchange(objective, tokenizer, "the old", " house")
     assert tokenizer.decode(before + after) == "the old house"
     assert [*before, *after] == tokenizer.encode(["the old house"])[0].tolist()
-
-
-def shown(terminal: int) -> str:
-    """All that has been written there: one read may get a part of it."""
-    found = b""
-    while select.select([terminal], [], [], 0.3)[0]:
-        found += os.read(terminal, 1 << 16)
-    return found.decode()
-
-
-def test_a_terminal_sees_it_come_about(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = load_run(trained / "runs/a")
-    assert isinstance(made.objective, Diffusion)
-    speaker = Speaker(made.model, made.objective, made.tokenizer, made.context_length)
-    monkeypatch.setenv("TERM", "xterm")
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
-        given = {"tokens": 6, "steps": 3}
-        text = speaker.text("The ", given, stream)
-        drawn = shown(ours)
-        assert text == speaker.text("The ", given), "the same as without"
-        assert [f"pass {number}, {left} to come" in drawn for number, left in ((1, 4), (2, 2), (3, 0))] == [True] * 3
-        assert "The \x1b[0m" in drawn
-        monkeypatch.setenv("TERM", "dumb")
-        assert speaker.text("The ", given, stream) == text
-        assert shown(ours) == ""
-    os.close(ours)
 
 
 def test_ends_of_text_are_those_of_tokenizer_and_model(trained: Path) -> None:

@@ -209,7 +209,7 @@ def test_missing_histories_and_the_command_that_makes_them(
     assert lines[0] == f"Collected: {file}"
     assert lines[1].split() == ["histories", "25", "tasks", "x", "8", "streams", "x", "100", "steps", "(20,000)"]
     assert lines[2].endswith(" of 8.56 (mean of all, against the optimum)")
-    assert lines[3].split()[-1] == str(file.with_suffix(".png")).split()[-1]
+    assert len(lines) == 3
     assert file == file_of(options_of(config), "hdf5")
     assert prepare(config).train.rows == 22 * STREAMS
     capsys.readouterr()

@@ -169,26 +169,17 @@ def test_what_cannot_be_is_refused_in_one_clear_line(lockstep: Run, words: tuple
     assert not refused.out
 
 
-def test_sample_draws_the_walk(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "64")
-    monkeypatch.setenv("LINES", "24")
+def test_sample_shows_the_last_episode_and_the_returns(lockstep: Run) -> None:
     found = lockstep("sample", "a", "--goal-idx", "2", "--episodes", "6", "--temperature", "2", "--seed", "3")
     assert found.code == 0
     assert "\x1b" not in found.out
     lines = found.out.splitlines()
     assert lines[0].startswith("unseen task 2 of 3: (")
-    assert lines[2].split() == ["episode", "1", "episode", "2", "episode", "3", "episode", "6"]
-    grids = lines[3:8]
-    assert all(len(line) <= 64 for line in lines)
-    assert sum(line.count("@") + line.count("★") for line in grids) == 4
-    evaluated = evaluate_run(Path("runs/a"), episodes=6, repeats=1, temperature=2.0, seed=3, goal_idx=2)
-    shown = [int(word) for word in lines[8].replace("return", "").split()]
-    assert shown == evaluated.outcome.returns[0, 0][[0, 1, 2, 5]].tolist()
-
-
-def test_a_low_screen_shows_the_curve_alone(lockstep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("LINES", "8")
-    found = lockstep("sample", "a", "--episodes", "3")
-    assert len(found.out.splitlines()) == 3
-    assert "return by episode, 1 to 3" in found.out
+    assert len(lines) == 2 + 5 + 3
+    assert all(len(line.split()) == 5 for line in lines[2:7])
+    assert sum(line.count("@") + line.count("★") for line in lines[2:7]) == 1
+    paid = evaluate_run(Path("runs/a"), episodes=6, repeats=1, temperature=2.0, seed=3, goal_idx=2).outcome.returns[
+        0, 0
+    ]
+    assert lines[7] == f"episode 6, return {paid[-1]}"
+    assert lines[9].startswith(f"return by episode, 1 to 6: {paid[0]:.2f} → {paid[-3:].mean():.2f} (last 3) of ")

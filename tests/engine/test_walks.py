@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engine.strolls import moments
+from lockstep.engine.strolls import last_episode
 from lockstep.engine.unseen import Outcome, best, describe
 from lockstep.engine.walks import Journey, choose, follow, steps, walk, whole_agent
 from lockstep.learners import draws
+from lockstep.learners.history import History
 from lockstep.runtime.precision import Precision
 from lockstep.worlds import darkroom, darkroompermuted, key_door
 from lockstep.worlds.observed import NO_REWARD, observe
+from lockstep.worlds.table import World
 from tests.engine.walkers import Guide, small_agent
 
 CPU = Precision("fp32", torch.device("cpu"))
@@ -60,12 +62,38 @@ def test_the_returns_are_those_of_replaying_the_steps(name: str, temperature: fl
     history = follow(agent, asked, CPU, *asked.rows())
     found = walk(agent, asked, CPU)
     for row, task in enumerate(asked.rows()[0].tolist()):
-        played = list(moments(world, task, iter(history.actions[row].tolist())))
-        ends = [moment.paid for moment in played[world.horizon - 1 :: world.horizon]]
-        assert ends == found.reshape(6, 5)[row].tolist()
-        starts = [moment.scene.trail[-2] for moment in played]
-        assert starts == history.cells[row].tolist()
+        paid, state = [0] * 5, torch.tensor(world.start)
+        for time, action in enumerate(history.actions[row].tolist()):
+            state = torch.tensor(world.start) if time % world.horizon == 0 else state
+            assert int(state) % world.cells == history.cells[row, time]
+            state, pays = world.step(torch.tensor(task), state, torch.tensor(action))
+            paid[time // world.horizon] += int(pays)
+        assert paid == found.reshape(6, 5)[row].tolist()
     assert history.rewards.sum() == found.sum()
+
+
+def drawn(world: World, task: int, *actions: int) -> list[str]:
+    """The last episode of these actions."""
+    history, state = History.empty(1, len(actions), CPU.device), torch.tensor(world.start)
+    for time, action in enumerate(actions):
+        state = torch.tensor(world.start) if time % world.horizon == 0 else state
+        history.cells[0, time], history.actions[0, time] = state % world.cells, action
+        state, history.rewards[0, time] = world.step(torch.tensor(task), state, torch.tensor(action))
+    return last_episode(world, task, history)
+
+
+def test_the_last_episode_is_drawn_as_it_ended() -> None:
+    right, left, up, down = range(4)
+    legend, *picture = drawn(darkroom.build(size=3, horizon=3), 1 * 3 + 0, up, up, up, left, right, right)
+    assert legend.startswith("@ agent  G goal")
+    assert picture == ["· · ·", "• • @", "· G ·"]
+    assert drawn(darkroom.build(size=3, horizon=3), 1 * 3 + 0, left, right, down)[1:] == ["· · ·", "• • ·", "· ★ ·"]
+    doors, (key, door) = key_door.build(size=2, horizon=2), (0, 3)
+    legend, *picture = drawn(doors, 4 * key + door, left, up)
+    assert legend.startswith("@ agent  K key  D door")
+    assert picture == ["@ D", "K ·"]
+    assert drawn(doors, 4 * key + door, left, down)[1:] == ["• D", "★ ·"], "a key that was found is gone"
+    assert drawn(doors, 4 * key + key, left, up)[1:] == ["@ •", "K ·"], "of two in one cell the next one is seen"
 
 
 def test_an_agent_is_shown_what_it_would_have_been_shown_in_training() -> None:

@@ -16,7 +16,7 @@ from lockstep.models.initialise import initialise
 from lockstep.models.llama import Llama
 from lockstep.models.llama_shapes import KNOWN
 from lockstep.objectives import denoise
-from lockstep.objectives.denoise import Denoised, DiffusionSampleOptions, Pass, generate, guided
+from lockstep.objectives.denoise import Denoised, DiffusionSampleOptions, generate, guided
 
 IDS, MASK, END = 12, 11, 10  # the ids of the small models here: 0 to 9 are words
 
@@ -57,15 +57,20 @@ BIAS[MASK] = -torch.inf
 GREEDY = DiffusionSampleOptions(tokens=12, temperature=0, stop=(END,))
 
 
-def filled(model: nn.Module, options: DiffusionSampleOptions, *prompts: list[int], watch: Any = None) -> Denoised:
-    return generate(model, prompts or ([1, 2, 3],), options, mask=MASK, bias_V=BIAS, watch=watch)
+def filled(model: nn.Module, options: DiffusionSampleOptions, *prompts: list[int]) -> Denoised:
+    return generate(model, prompts or ([1, 2, 3],), options, mask=MASK, bias_V=BIAS)
 
 
-def order(options: DiffusionSampleOptions, model: nn.Module, *prompts: list[int]) -> list[list[int]]:
+def passes(options: DiffusionSampleOptions, model: Told, *prompts: list[int]) -> list[list[int]]:
+    """The first row before the first pass and after each of them."""
+    end = filled(model, options, *prompts).rows[0]
+    return [[*seen[0, -len(end) :].tolist()] for seen in model.seen] + [end]
+
+
+def order(options: DiffusionSampleOptions, model: Told, *prompts: list[int]) -> list[list[int]]:
     """The places committed by each pass, of the first row."""
-    passes: list[Pass] = []
-    filled(model, options, *prompts, watch=passes.append)
-    return [each.fresh[0] for each in passes]
+    rows = itertools.pairwise(passes(options, model, *prompts))
+    return [[place for place, was in enumerate(old) if was == MASK != new[place]] for old, new in rows]
 
 
 # ------------------------------------------------------------------------------------------------------------ schedule
@@ -90,15 +95,14 @@ def test_the_remainder_goes_to_the_first_passes() -> None:
 
 
 def test_the_surest_come_first_and_stay_as_they_are() -> None:
-    model, passes = Told(), []
-    filled(model, replace(GREEDY, steps=4), watch=passes.append)
+    model, options = Told(), replace(GREEDY, steps=4)
     chances = (model.table.double() + BIAS).softmax(-1).amax(-1)[3:15]
     expected = (3 + chances.argsort(descending=True)).split(3)
-    assert [each.fresh[0] for each in passes] == [sorted(some.tolist()) for some in expected]
-    for before, after in itertools.pairwise(passes):
-        kept = [(was, now) for was, now in zip(before.rows[0], after.rows[0], strict=True) if was != MASK]
-        assert all(was == now for was, now in kept)
-    assert [each.rows[0].count(MASK) for each in passes] == [9, 6, 3, 0]
+    assert order(options, model) == [sorted(some.tolist()) for some in expected]
+    rows = passes(options, Told())
+    for before, after in itertools.pairwise(rows):
+        assert all(was in (now, MASK) for was, now in zip(before, after, strict=True))
+    assert [row.count(MASK) for row in rows] == [12, 9, 6, 3, 0]
 
 
 def test_blocks_of_one_go_from_left_to_right() -> None:
@@ -135,12 +139,11 @@ def test_the_mask_is_never_an_answer() -> None:
 
 
 def test_a_threshold_commits_all_that_are_sure_and_one_at_the_least() -> None:
-    model, passes = Told(), []
+    model = Told()
     chances = (model.table.double() + BIAS).softmax(-1).amax(-1)[3:15]
     level = float(chances.sort(descending=True).values[6:8].mean())  # seven are above
-    done = filled(model, replace(GREEDY, threshold=level), watch=passes.append)
-    assert [len(each.fresh[0]) for each in passes] == [7, 1, 1, 1, 1, 1]
-    assert done.passes == len(model.seen) == 6
+    assert [len(each) for each in order(replace(GREEDY, threshold=level), model)] == [7, 1, 1, 1, 1, 1]
+    assert filled(Told(), replace(GREEDY, threshold=level)).passes == len(model.seen) == 6
     assert filled(Told(), replace(GREEDY, threshold=1.0)) == filled(Told(), GREEDY), "nobody is that sure"
     assert filled(Told(), replace(GREEDY, threshold=0.0, block_length=4)).passes == 3
 

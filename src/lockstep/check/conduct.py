@@ -66,7 +66,8 @@ def check(asked: Asked) -> int:
     patience = asked.timeout_seconds or PATIENCE_SECONDS[asked.level]
     peers = Peers(place, patience_seconds=patience)
     shown = peers.first and not asked.json
-    with Crew() as crew, Progress(chosen, shown=shown) as progress:
+    progress = Progress(chosen, shown=shown)
+    with Crew() as crew:
         folder = _folder(asked) if peers.first else crew.work
         plan = Plan(device, chosen, folder, pins.cache_roots(pins.CACHE)[0], patience, _memory(mine, device))
         rounds = Rounds(crew, plan, mine, progress.tell)

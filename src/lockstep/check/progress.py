@@ -1,19 +1,13 @@
-"""How far a check is, on the screen: a line when a workload is done; on a terminal also where each card stands."""
+"""How far a check is, on the screen: a line when a workload is done."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Sequence
 
 from lockstep.check.crew import Member
 from lockstep.check.records import Workload
 from lockstep.guard import say
-
-DRAWN_SECONDS = 0.5
 
 
 class Progress:
@@ -22,22 +16,7 @@ class Progress:
     def __init__(self, workloads: Sequence[Workload], *, shown: bool) -> None:
         self.workloads, self.shown = list(workloads), shown
         self._ahead = 0  # workloads that everybody has left behind
-        self._since = self._drawn = time.monotonic()
-        self._stack = contextlib.ExitStack()
-        self._draw: Callable[[str], None] | None = None
-
-    def __enter__(self) -> Self:
-        if self.shown and sys.stdout.isatty():
-            from lockstep.report.live import Place
-
-            self._draw = self._stack.enter_context(Place(sys.stdout)).draw
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._draw = None
-        self._stack.close()
+        self._since = time.monotonic()
 
     def begin(self, words: str) -> None:
         """A new round."""
@@ -60,15 +39,3 @@ class Progress:
                 lost = f", {len(members) - done} not" if done < len(members) else ""
                 self.say(f"  {workload.name:<16} {done} of {len(members)} done{lost}  ({seconds:.1f} s)")
             self._ahead += 1
-        if self._draw and time.monotonic() > self._drawn + DRAWN_SECONDS:
-            self._drawn = time.monotonic()
-            self._draw("\n".join(f"  {member.task.name:<10} {self._standing(member)}" for member in members))
-
-    def _standing(self, member: Member) -> str:
-        steps = {workload.name: workload.steps for workload in self.workloads}
-        if not member.child.alive:
-            return "ended"
-        place = member.place
-        if not place.workload:
-            return "starts"
-        return f"{place.workload} {place.step + 1}/{steps.get(place.workload, 0)}"

@@ -5,7 +5,6 @@ For a world, a learner and a seed there are, once all is done,
     history_<world>_<learner>_alg-seed<seed>.npy    uint8 (3, tasks, streams, steps): cells, actions, rewards
     history_<world>_<learner>_alg-seed<seed>.hdf5   the documented file: a group per task, int32
     history_<world>_<learner>_alg-seed<seed>.json   that both belong together; written last
-    history_<world>_<learner>_alg-seed<seed>.png    the learning curves
 
 and until then a folder `.parts` with the finished chunks. `next_states` are where the steps led, also at the end of an
 episode, whose next row begins at the start again. Of several processes one collects, the others wait for it.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from lockstep.data.builders import building, note_beside, read_json
 from lockstep.data.histories import Note, read_note, stem, write_note
 from lockstep.engine.headway import Headway
 from lockstep.engine.history_files import (
-    COLUMNS,
     TableFile,
     differences,
     export_hdf5,
@@ -43,7 +41,6 @@ from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, Sto
 from lockstep.learners import draws
 from lockstep.learners.history import Learner
 from lockstep.learners.network import one_thread
-from lockstep.report import learning
 from lockstep.runtime.signals import UNSTOPPABLE
 from lockstep.worlds.table import World
 
@@ -187,7 +184,6 @@ def _collect(wanted: Collection, how: How, builder: Path) -> Note:
     with rundir.replacing(table) as temporary, temporary.open("xb") as file:
         _join(wanted, parts, TableFile.begin(file, (len(wanted.tasks), wanted.streams, wanted.steps)))
     histories = read_table(table)
-    _draw(wanted, histories)
     with rundir.replacing(final) as temporary:
         export_hdf5(wanted, histories, temporary)
     shutil.rmtree(parts[0].parent)
@@ -293,20 +289,3 @@ def _refuse_others(
     asked = wanted.settings() if isinstance(wanted, Collection) else wanted
     if there and (other := differences(there, asked)):
         raise ConfigError(f"made with other settings: {'; '.join(other)[:300]}", where=str(where), hint=hint())
-
-
-def returns(histories: np.ndarray[Any, Any], horizon: int) -> Iterator[np.ndarray[Any, Any]]:
-    """For each task (streams, episodes): what each whole episode paid."""
-    whole = histories.shape[-1] // horizon
-    for rewards in histories[COLUMNS.index("rewards")]:
-        yield rewards[:, : whole * horizon].reshape(len(rewards), whole, horizon).sum(-1, dtype=np.int64)
-
-
-def _draw(wanted: Collection, histories: np.ndarray[Any, Any]) -> None:
-    """The learning curves, where there is an episode to show and a package to draw it."""
-    curves = [(task.mean(0), task[0]) for task in returns(histories, wanted.world.horizon)]
-    best = wanted.world.optimum(torch.tensor(wanted.tasks)).double().mean().item()
-    if len(curves[0][0]) and (drawn := learning.curves(
-        np.stack([mean for mean, _ in curves]), single=curves[0][1], optimum=best, title=wanted.stem
-    )):  # fmt: skip
-        rundir.write_bytes(wanted.file("png"), drawn)

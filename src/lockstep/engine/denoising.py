@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,9 +14,7 @@ from lockstep.data.chat import Message, prompt_ids
 from lockstep.data.tokenize import SPECIALS, TokenizerFile
 from lockstep.data.vocabulary import BLANKS
 from lockstep.errors import ConfigError
-from lockstep.objectives.denoise import DiffusionSampleOptions, Pass, Watch, cut, generate
-from lockstep.report.denoising import View, following
-from lockstep.report.logs import is_terminal
+from lockstep.objectives.denoise import DiffusionSampleOptions, cut, generate
 
 if TYPE_CHECKING:
     from lockstep.objectives.diffusion import Diffusion
@@ -30,8 +27,7 @@ WARM = 0.8  # of a text that goes on: at 0 it soon repeats itself
 class Speaker:
     """A masked-diffusion model and what it takes to speak with it.
 
-    `given` are fields of DiffusionSampleOptions, the others are as suits the prompt and the model. A terminal as the
-    stream is shown how the text comes about.
+    `given` are fields of DiffusionSampleOptions, the others are as suits the prompt and the model.
     """
 
     model: nn.Module
@@ -40,13 +36,13 @@ class Speaker:
     context_length: int  # of the rows it has learnt; what is longer it knows little about
     tokens: int = 64  # of a continuation at most, where nothing else is said
 
-    def text(self, prompt: str, given: Mapping[str, Any], stream: IO[str] | None = None) -> str:
+    def text(self, prompt: str, given: Mapping[str, Any]) -> str:
         """The prompt continued or with its blanks filled; of a model that answers, the answer."""
         texts, mask = split_blanks(self.tokenizer, prompt), self.objective.mask
         if self.objective.answers and len(texts) == 1:
-            return self.continued(prompt_ids(self.tokenizer, [Message("user", prompt)]), given, stream).strip()
+            return self.continued(prompt_ids(self.tokenizer, [Message("user", prompt)]), given).strip()
         ids = join_blanks(self.tokenizer, texts, mask)
-        row, added = self.generated(ids, given, stream)
+        row, added = self.generated(ids, given)
         return _filled(self.tokenizer, texts, ids, row, mask) + _after(self.tokenizer, prompt, row, added)
 
     def silent(self, prompt: str, text: str) -> bool:
@@ -54,18 +50,14 @@ class Speaker:
         words = text.split()
         return not words or (not self.objective.answers and words == prompt.replace(MASK, " ").split())
 
-    def continued(self, ids: list[int], given: Mapping[str, Any], stream: IO[str] | None = None) -> str:
+    def continued(self, ids: list[int], given: Mapping[str, Any]) -> str:
         """What follows some ids."""
-        return self.tokenizer.decode(self.generated(ids, given, stream)[1])
+        return self.tokenizer.decode(self.generated(ids, given)[1])
 
-    def generated(
-        self, ids: list[int], given: Mapping[str, Any], stream: IO[str] | None
-    ) -> tuple[list[int], list[int]]:
+    def generated(self, ids: list[int], given: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """(the prompt with its blanks filled, what was added up to the end of the text)."""
         options, mask = self._options(ids, given), self.objective.mask
-        with _watching(self.tokenizer, mask, ids, stream) as watch:
-            bias_V = self.objective.logit_bias(self.model)
-            row = generate(self.model, [ids], options, mask=mask, bias_V=bias_V, watch=watch).rows[0]
+        row = generate(self.model, [ids], options, mask=mask, bias_V=self.objective.logit_bias(self.model)).rows[0]
         added = [token for token in cut(row[len(ids) :], options.stop) if token not in options.stop]
         return row[: len(ids)], added
 
@@ -125,25 +117,6 @@ def join_blanks(tokenizer: TokenizerFile, texts: Sequence[str], mask: int) -> li
     return [token for part in tokenizer.encode(list(texts)) for token in (mask, *part.tolist())][1:]
 
 
-@contextlib.contextmanager
-def _watching(tokenizer: TokenizerFile, mask: int, ids: list[int], stream: IO[str] | None) -> Generator[Watch | None]:
-    """Who looks on: a terminal, if there is one and rich draws on it."""
-    if stream is None or not is_terminal(stream):
-        yield None
-        return
-    try:
-        view = View(stream, tokenizer.decode, mask=mask, prompt=ids)
-    except ImportError:
-        yield None
-        return
-
-    def show(done: Pass) -> None:
-        view.show(done.rows[0], fresh=set(done.fresh[0]), number=done.number)
-
-    with view:
-        yield show
-
-
 def _filled(tokenizer: TokenizerFile, texts: list[str], ids: list[int], row: list[int], mask: int) -> str:
     """The prompt as it was typed, but for its blanks."""
     blanks = [place for place, token in enumerate(ids) if token == mask]
@@ -153,12 +126,21 @@ def _filled(tokenizer: TokenizerFile, texts: list[str], ids: list[int], row: lis
         while last + 1 < len(blanks) and not texts[last + 1] and blanks[last + 1] == blanks[last] + 1:
             last += 1
         start, end = blanks[first], blanks[last] + 1
-        found += following(tokenizer.decode, row[max(0, start - 1) : end], start > 0) + texts[last + 1]
+        found += _following(tokenizer.decode, row[max(0, start - 1) : end], start > 0) + texts[last + 1]
         first = last + 1
     return found
 
 
+def _following(decode: Callable[[list[int]], str], ids: Sequence[int], has_before: bool) -> str:
+    """The text of ids after the first of them, with the blank between; tokenizers of words only join words they see."""
+    whole = decode(list(ids))
+    if not has_before:
+        return whole
+    before = decode(list(ids[:1]))
+    return whole[len(before) :] if whole.startswith(before) else decode(list(ids[1:]))
+
+
 def _after(tokenizer: TokenizerFile, prompt: str, ids: list[int], added: list[int]) -> str:
     """What follows the prompt, with the blank before it if there is one."""
-    text = following(tokenizer.decode, [*ids[-1:], *added], bool(ids))
+    text = _following(tokenizer.decode, [*ids[-1:], *added], bool(ids))
     return text.lstrip() if prompt[-1:].isspace() and ids and not tokenizer.decode(ids[-1:])[-1:].isspace() else text

@@ -53,7 +53,6 @@ class Gathered:
     """What a collection has come to."""
 
     path: Path
-    picture: Path | None
     shape: tuple[int, ...]  # tasks, streams, steps
     last_return: float | None  # mean over all of them; None: not one whole episode
     optimum: float
@@ -62,12 +61,12 @@ class Gathered:
     @staticmethod
     def of(path: Path, note: Note, world: World, *, made: bool) -> Gathered:
         """As it lies on the disk."""
-        table, picture = read_table(path.with_suffix(".npy")), path.with_suffix(".png")
+        table = read_table(path.with_suffix(".npy"))
         whole = table.shape[-1] // world.horizon * world.horizon
         last = table[2, :, :, max(0, whole - world.horizon) : whole]
         mean = float(last.mean()) * world.horizon if whole else None
         best = world.optimum(torch.tensor(note.tasks)).double().mean().item()
-        return Gathered(path, picture if picture.exists() else None, table.shape[1:], mean, best, made)
+        return Gathered(path, table.shape[1:], mean, best, made)
 
     def lines(self) -> list[str]:
         """For people."""
@@ -76,7 +75,6 @@ class Gathered:
             f"{'Collected' if self.made else 'There already'}: {self.path}",
             f"  histories       {_size(*self.shape)}",
             f"  last return     {paid} (mean of all, against the optimum)",
-            *([f"  learning curves {self.picture}"] if self.picture else []),
         ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,14 +218,11 @@ def _continuation(tokenizer: Tokenizer, prompt: str, ids: list[int], added: list
 
 
 def sample_run(path: Path, prompt: str, given: Mapping[str, Any]) -> str:
-    """`lockstep sample RUN "prompt"`; `given` are fields of the sampler's options, the others are as suits the model.
-
-    On a terminal a diffusion model is seen at work.
-    """
+    """`lockstep sample RUN "prompt"`; `given` are fields of the sampler's options, the rest is as suits the model."""
     trained = load_run(path)
     if isinstance(trained.objective, Diffusion):
         speaker = Speaker(trained.model, trained.objective, trained.tokenizer, trained.context_length)
-        text = speaker.text(prompt, given, sys.stdout)
+        text = speaker.text(prompt, given)
         if speaker.silent(prompt, text):
             logger.warning("Nothing but blanks: the model has learnt too little so far")
         return text

@@ -11,15 +11,12 @@ from lockstep.engine import inference
 from lockstep.engine.build import Assembled
 from lockstep.engine.denoising import Speaker
 from lockstep.engine.parts import Parts
-from lockstep.engine.unseen import Outcome
 from lockstep.errors import LockstepError
 from lockstep.objectives.diffusion import Diffusion
-from lockstep.report import walks
 from lockstep.runtime.marks import Marks
 
 logger = logging.getLogger(__name__)
 
-CURVE_COLUMNS = 60
 EXAMPLES = 3  # rows of the validation text with a blank each
 ANSWER = "→ "  # stands before what the model answers
 EARLY = {"remasking": "random", "block_length": 8}  # who has learnt little is sure of blanks alone, and says only them
@@ -30,7 +27,7 @@ FEWEST_WORDS, EXAMPLE_WORDS = 4, 12  # of one example
 def draw_sample(parts: Parts, assembled: Assembled, link: Marks) -> str:
     """What the model says to the configured prompt; of an agent, what its last walks paid."""
     if parts.outcome:
-        return "\n".join(returned(parts.outcome))
+        return "\n".join(parts.outcome.lines())
     report, tokenizer = parts.config.report, assembled.prepared.words
     if not report.sample_prompt or tokenizer is None:
         return ""
@@ -55,12 +52,6 @@ def draw_sample(parts: Parts, assembled: Assembled, link: Marks) -> str:
         return ""
     finally:
         every_token.remove()
-
-
-def returned(outcome: Outcome) -> list[str]:
-    """The curve of returns, each episode a column."""
-    best, last = float(outcome.optimum.mean()), outcome.last_episodes
-    return walks.curve(outcome.curve, best, walks.FINE, width=CURVE_COLUMNS, last=last)
 
 
 def uncovered(parts: Parts, assembled: Assembled, objective: Diffusion) -> str:

@@ -222,14 +222,13 @@ def checked_goal(goal_idx: int, goals: tuple[int, ...]) -> int:
 def _written(found: Evaluation) -> Evaluation:
     """The same, its files written; without the package that draws there is no picture."""
     table, image = found.files
-    names = [found.names[place] for place in found.chosen]
-    title = f"{found.world.name}: returns in unseen tasks, {found.outcome.returns.shape[1]} walks in each"
+    outcome, count = found.outcome, len(found.chosen)
+    title = f"{found.world.name}: mean of {count} unseen tasks, {outcome.returns.shape[1]} walks in each"
     try:
         table.parent.mkdir(parents=True, exist_ok=True)
         with rundir.replacing(table) as temporary, temporary.open("xb") as file:
-            np.save(file, found.outcome.per_task)
-        drawn = pictures.picture(found.outcome.returns, optimum=found.outcome.optimum, names=names, title=title)
-        if drawn:
+            np.save(file, outcome.per_task)
+        if drawn := pictures.picture(outcome.curve, optimum=float(outcome.optimum.mean()), title=title):
             rundir.write_bytes(image, drawn)
             return found
     except OSError as error:

@@ -14,6 +14,7 @@ from lockstep.engine.options import AgentTrainingOptions
 from lockstep.engine.walks import Journey, Returns, walk, whole_agent
 from lockstep.errors import ConfigError
 from lockstep.models.agent import Agent
+from lockstep.report import walks as drawing
 from lockstep.worlds.table import NOWHERE, World
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Outcome:
     def ends(self) -> Returns:
         """(tasks,): the mean of the last episodes."""
         return self.per_task[:, -self.last_episodes :].mean(1)
+
+    def lines(self) -> list[str]:
+        """The mean return of each episode, for people."""
+        return drawing.curve(self.curve, float(self.optimum.mean()), last=self.last_episodes)
 
     def fields(self) -> dict[str, Any]:
         """For programs, and for everyone who follows a run."""

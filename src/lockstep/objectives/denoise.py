@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,18 +109,6 @@ class DiffusionSampleOptions(SampleOptions):
 
 
 @dataclass(frozen=True)
-class Pass:
-    """How far the rows are: without padding, the mask's id where nothing is committed yet."""
-
-    number: int  # from 1
-    rows: list[list[int]]
-    fresh: list[list[int]]  # of each row: the places this pass has committed
-
-
-Watch = Callable[[Pass], None]
-
-
-@dataclass(frozen=True)
 class Denoised:
     """Whole rows, prompts included, and how many forward passes they took."""
 
@@ -154,7 +142,6 @@ def generate(
     *,
     mask: int,
     bias_V: Tensor | None,
-    watch: Watch | None = None,
 ) -> Denoised:
     """Fill the blanks of the prompts and `options.tokens` hidden places after each of them.
 
@@ -178,7 +165,7 @@ def generate(
     model.eval()
     try:
         with eager(model):
-            passes = sampler.run(canvas, plan, watch)
+            passes = sampler.run(canvas, plan)
     finally:
         model.train(was_training)
     return Denoised(canvas.rows(), passes)
@@ -213,14 +200,6 @@ class _Canvas:
     def rows(self) -> list[list[int]]:
         return [row[skip:] for row, skip in zip(self.ids_BW.tolist(), self.padding_B.tolist(), strict=True)]
 
-    def marked(self, chosen_BW: Tensor) -> list[list[int]]:
-        """The places of each row, counted without padding."""
-        found: list[list[int]] = [[] for _ in range(len(chosen_BW))]
-        rows, places = chosen_BW.nonzero(as_tuple=True)
-        for row, place in zip(rows.tolist(), (places - self.padding_B[rows]).tolist(), strict=True):
-            found[row].append(place)
-        return found
-
 
 @dataclass(frozen=True)
 class _Sampler:
@@ -231,7 +210,7 @@ class _Sampler:
     mask: int
     bias_V: Tensor
 
-    def run(self, canvas: _Canvas, plan: list[int], watch: Watch | None) -> int:
+    def run(self, canvas: _Canvas, plan: list[int]) -> int:
         """All blocks; the number of forward passes."""
         done, options = 0, self.options
         for block, passes in enumerate(plan):
@@ -253,8 +232,6 @@ class _Sampler:
                 canvas.hidden_BW &= ~kept_BW
                 open_BW = open_BW & ~kept_BW
                 done += 1
-                if watch is not None:
-                    watch(Pass(done, canvas.rows(), canvas.marked(kept_BW)))
         assert not bool(canvas.hidden_BW.any()), "a place was left hidden"
         return done
 

@@ -25,11 +25,11 @@ def new(inches: tuple[float, float], *, of: str) -> Any:
     return figure
 
 
-def count_whole(axis: Any, **ticks: Any) -> None:
-    """An axis of things that are counted; `ticks` as matplotlib's MaxNLocator takes them."""
+def count_whole(axis: Any) -> None:
+    """An axis of things that are counted."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, **ticks))
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def png(figure: Any) -> bytes:

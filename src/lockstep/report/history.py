@@ -29,7 +29,7 @@ def picture(train: Sequence[float | None], validation: Sequence[float | None], *
     gap.fill_between(epochs, apart, color=GAP, alpha=0.12, linewidth=0)
     for axes, heading, unit in ((curves, "Loss", "loss (nats)"), (gap, "Difference", "absolute difference (nats)")):
         _dress(axes, heading, unit, epochs)
-        count_whole(axes.xaxis, min_n_ticks=1)
+        count_whole(axes.xaxis)
     gap.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=14, fontweight="bold", color=INK)
     return png(figure)
