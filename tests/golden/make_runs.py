@@ -83,7 +83,7 @@ def make(folder: Path) -> dict[str, Any]:
         if family != "ad":  # an agent is not exported
             command(folder, "export", str(copy), str(folder / "exported" / family), "--to", "hf")
             seen[family]["export"] = sha256(folder / "exported" / family / "model.safetensors")
-    command(folder, "train", *LLAMA, "--name", "nan", code=71, LOCKSTEP_FAULT=NAN)
+    command(folder, "train", *LLAMA, "--batch-size", "auto:4", "--name", "nan", code=71, LOCKSTEP_FAULT=NAN)
     return seen
 
 

@@ -152,3 +152,11 @@ def test_the_nan_is_found_again(player: Player, copy: Callable[..., Path]) -> No
     elsewhere = player("replay", "runs/copy", "--json")
     assert elsewhere.code == 1, elsewhere.text
     assert json.loads(elsewhere.out)["tried"][0]["module"] == "layers.0.mlp.w1"
+
+
+def test_it_goes_on_after_the_nan(player: Player, copy: Callable[..., Path]) -> None:
+    """Its batch was found by `auto` and is that of the other run, which had no NaN: so is its end."""
+    run = copy("nan")
+    ended = player("resume", "runs/copy")
+    assert ended.code == 0, ended.text
+    assert state(run) == state(KEPT / "llama")
