@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.arguments import without
 from lockstep.errors import ConfigError, ExitCode, Stopped
@@ -109,17 +109,9 @@ def checked(loaded: Loaded, asked: Start, *, cpu: bool) -> tuple[list[int], int,
 
 
 def _train_as_child(loaded: Loaded, asked: Start) -> int:
-    """A worker's part; none, where torchrun starts the workers again after a failure that would only come again."""
-    from lockstep.launch import between_rounds
-
-    first, foreign = env.detect().rank == 0, not env.launcher_pid()
-    if asked.restarts and first and foreign:
+    """A worker's part."""
+    if asked.restarts and env.detect().rank == 0 and not env.launcher_pid():
         asked.told("[WARNING] --restarts is for our own launcher: torchrun has --max-restarts, SLURM its requeue")
-    if foreign and (record := between_rounds.verdict()):
-        code = int(record.get("exit_code") or record.get("stopped") or ExitCode.FAILED)
-        if between_rounds.is_first_to_tell():  # the first worker may be ended by torchrun before it has said a word
-            asked.told(f"[RESTART] in vain: exit code {code} again, {record.get('cause', 'it was asked to stop')}")
-        return code
     return _train(loaded, asked)
 
 
@@ -189,7 +181,7 @@ def _nodes(asked: Start) -> tuple[int, int]:
 
 def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: bool, place: tuple[int, int]) -> int:
     from lockstep.engine import settle
-    from lockstep.launch.restarting import Story, keep_running
+    from lockstep.launch.restarting import keep_running
     from lockstep.launch.supervise import Watch
 
     decided = settle.decide(loaded.config)
@@ -212,16 +204,7 @@ def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: boo
     def attempt(variables: Mapping[str, str]) -> Outcome:
         return _attempt(loaded, asked, watch, gpus, on_cpu=on_cpu, variables=variables)
 
-    return keep_running(attempt, most=asked.restarts, node=node, say=asked.told, story=Story(_tell_restart))
-
-
-def _tell_restart(run: Path, fields: Mapping[str, Any]) -> None:
-    from lockstep.report.jsonl import EventSink
-    from lockstep.rundir import RunDir
-
-    sink = EventSink(RunDir(run).events)
-    sink.event("restart", fields)
-    sink.close()
+    return keep_running(attempt, most=asked.restarts, node=node, say=asked.told)
 
 
 def _attempt(

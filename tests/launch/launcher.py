@@ -40,7 +40,7 @@ def main(words: list[str]) -> int:
     if given.pop("no_reaper", None):
         setattr(team, "Reaper", NoReaper)  # noqa: B010 - a control: the launcher without its second line of defence
     restarts = int(given.pop("restarts", 0))
-    restarting.FIRST_SECONDS = given.pop("pause", restarting.FIRST_SECONDS)
+    restarting.PAUSE_SECONDS = given.pop("pause", restarting.PAUSE_SECONDS)
     watch = Watch(**({"show": "all"} | given))
     run.mkdir(exist_ok=True)
 
@@ -53,8 +53,7 @@ def main(words: list[str]) -> int:
         return outcome
 
     with signals.listening():
-        story = restarting.Story(lambda _run, _fields: None)
-        return restarting.keep_running(attempt, most=restarts, node=0, say=say, story=story)
+        return restarting.keep_running(attempt, most=restarts, node=0, say=say)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starting again: after which failures, how often, after which pause, and in which run."""
+"""Starting again: after which failures, how often, and in which run."""
 
 from __future__ import annotations
 
@@ -37,28 +37,19 @@ def failed(run: Path | None = None, *, stop: int = 0, **changes: Any) -> Outcome
 class Trial:
     """Attempts that end as planned; what they were told, what was said, how long the pauses were."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Outcome, saved: Mapping[int, str] | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Outcome) -> None:
         self.told: list[Mapping[str, str]] = []
         self.said: list[str] = []
         self.pauses: list[float] = []
-        self.events: list[tuple[Path, Mapping[str, Any]]] = []
         self.ends = ends
-        self.saved = saved or {}
         monkeypatch.setattr(time, "sleep", self.pauses.append)
 
     def __call__(self, variables: Mapping[str, str]) -> Outcome:
-        number = len(self.told)
         self.told.append(variables)
-        end = self.ends[min(number, len(self.ends) - 1)]
-        if end.run and (name := self.saved.get(number)):
-            folder = RunDir(end.run).checkpoints / name
-            folder.mkdir(parents=True)
-            (folder / "manifest.json").touch()
-        return end
+        return self.ends[min(len(self.told), len(self.ends)) - 1]
 
     def run(self, most: int, node: int = 0) -> int:
-        story = restarting.Story(lambda run, fields: self.events.append((run, fields)))
-        return restarting.keep_running(self, most=most, node=node, say=self.said.append, story=story)
+        return restarting.keep_running(self, most=most, node=node, say=self.said.append)
 
 
 @pytest.fixture
@@ -83,7 +74,7 @@ def test_which_failures_are_answered(
     trial = Trial(monkeypatch, failed(run, exit_code=code, kind=kind), Outcome(0, run=run))
     assert trial.run(1) == (0 if again else code)
     assert len(trial.told) == 1 + again
-    assert [line.startswith("[RESTART] 1 of 1 in 1 s, from its beginning: killed") for line in trial.said] == [again]
+    assert [line.startswith("[RESTART] 1 of 1 in 5 s, after: killed") for line in trial.said] == [again]
 
 
 def test_the_table_is_in_the_docs() -> None:
@@ -101,23 +92,19 @@ def test_the_table_is_in_the_docs() -> None:
     assert named[74] == {True, False}
 
 
-def test_the_pause_grows_until_something_new_is_saved(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    """1, 2, 4 ... 60 s; a new checkpoint takes it back to 1 s, and does not give a restart back."""
-    trial = Trial(monkeypatch, failed(run), saved={4: "step_00000010", 6: "step_00000020"})
-    assert trial.run(14) == 137
-    assert trial.pauses == [1, 2, 4, 8, 1, 2, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert len(trial.told) == 15
-    assert trial.told[3][rounds.NUMBER] == "3/14"
-    assert trial.said[5].startswith("[RESTART] 6 of 14 in 2 s, from step_00000010: ")
-    assert trial.said[-1] == "  restarts: 14 of 14 made; exit code 137 is the last"
-    assert harness.failure(run)["restarts"] == 14
+def test_so_often_and_not_more(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    trial = Trial(monkeypatch, failed(run))
+    assert trial.run(3) == 137
+    assert trial.pauses == [5, 5, 5]
+    assert [variables[rounds.NUMBER] for variables in trial.told] == ["0/3", "1/3", "2/3", "3/3"]
+    assert trial.said[-1] == "  restarts: 3 of 3 made; exit code 137 is the last"
+    assert harness.failure(run)["cause"] == CRASH["cause"]
 
 
 def test_without_the_flag_there_is_one_attempt(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     trial = Trial(monkeypatch, failed(run))
     assert trial.run(0) == 137
     assert (trial.told, trial.said) == ([{}], [])
-    assert "restarts" not in harness.failure(run)
 
 
 def test_a_stop_that_was_asked_for_is_one(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
@@ -143,9 +130,9 @@ def test_another_machine_may_know_better(monkeypatch: pytest.MonkeyPatch, run: P
 
 
 def test_a_signal_ends_the_pause(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, with its own code, and how to go on; meanwhile `lockstep stop` finds this process."""
+    """At once, with its own code; meanwhile `lockstep stop` finds this process."""
     seen: list[int] = []
-    monkeypatch.setattr(restarting, "FIRST_SECONDS", 60.0)  # however late a busy machine is, that is longer
+    monkeypatch.setattr(restarting, "PAUSE_SECONDS", 60.0)  # however late a busy machine is, that is longer
 
     def interrupt() -> None:
         while not (found := owner.read(run)):
@@ -153,28 +140,13 @@ def test_a_signal_ends_the_pause(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(found.pid)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
-    (RunDir(run).checkpoints / "step_00000010").mkdir(parents=True)
-    (RunDir(run).checkpoints / "step_00000010/manifest.json").touch()
     began = time.monotonic()
     threading.Thread(target=interrupt, daemon=True).start()
-    story = restarting.Story(lambda _run, _fields: None)
     with signals.listening(), pytest.raises(Stopped) as stopped:
-        restarting.keep_running(lambda _: failed(run), most=3, node=0, say=lambda _: None, story=story)
+        restarting.keep_running(lambda _: failed(run), most=3, node=0, say=lambda _: None)
     assert time.monotonic() - began < 30
     assert stopped.value.exit_code == ExitCode.TERMINATED
-    assert f"lockstep resume {run}" in str(stopped.value)
-    assert seen
-    assert owner.read(run) is None
-
-
-def test_what_failed_before_there_was_a_run_is_told_later(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    """A worker that died before it could name its run: the event and the record wait for the first round that can."""
-    trial = Trial(monkeypatch, failed(), failed(run, exit_code=139), failed(exit_code=134), Outcome(0, run=run))
-    assert trial.run(9) == 0
-    assert [(event["number"], event["exit_code"]) for _, event in trial.events] == [(1, 137), (2, 139), (3, 134)]
-    kept = sorted(RunDir(run).failures.iterdir())
-    assert [json.loads(path.read_text())["exit_code"] for path in kept] == [137, 139, 134]
-    assert not RunDir(run).failure.exists()
+    assert seen == [os.getpid()]
 
 
 def test_failures_are_kept_in_order(run: Path) -> None:
@@ -200,7 +172,7 @@ def test_the_round_decides_which_faults_strike(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_round_leaves_to_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Under torchrun: the run, and a failure that would only come again; not that a launcher's SIGTERM came."""
+    """Under torchrun, too: the run."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(between_rounds.tempfile, "tempdir", None)
     monkeypatch.setenv(rounds.ELASTIC_NUMBER, "0")
@@ -211,18 +183,8 @@ def test_what_a_round_leaves_to_the_next(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert between_rounds.kept_run() is None, "the first round begins a run"
         monkeypatch.setenv(rounds.ELASTIC_NUMBER, "1")
         assert between_rounds.kept_run() == Path("runs/mine")
-        assert between_rounds.verdict() == {}
-        between_rounds.close({"exit_code": 71})
-        assert between_rounds.verdict() == {"exit_code": 71}
-        assert [between_rounds.is_first_to_tell() for _ in range(3)] == [True, False, False]
-        monkeypatch.setenv(rounds.ELASTIC_NUMBER, "2")
-        assert between_rounds.is_first_to_tell(), "once in every round"
     finally:
         between_rounds._folder.cache_clear()
-    assert restarting.is_in_vain({"exit_code": 71, "kind": "nonfinite"})
-    assert restarting.is_in_vain({"stopped": 75})
-    for other in ({"stopped": 143}, {"exit_code": 137, "kind": "signal"}, {"exit_code": 2, "secondary": True}):
-        assert not restarting.is_in_vain(other)
 
 
 def start(run: Path, *, fault: str, pause: float = 0.1) -> harness.Job:
@@ -236,7 +198,7 @@ def test_real_processes_are_started_again(tmp_path: Path) -> None:
     assert ended.code == 0, ended.out
     ended.check_clean()
     lines = [line for line in ended.out.splitlines() if line.startswith("[RESTART]")]
-    assert ["1 of 2 in 0.1 s" in lines[0], "2 of 2 in 0.2 s" in lines[1], len(lines)] == [True, True, 2]
+    assert ["1 of 2 in 0.1 s" in lines[0], "2 of 2 in 0.1 s" in lines[1], len(lines)] == [True, True, 2]
     assert "SIGKILL" in lines[0]
     assert "SIGSEGV" in lines[1]
     output = (tmp_path / "run/workers/n0-GPU1/output.txt").read_text()

@@ -87,16 +87,14 @@ def go_on(loaded: Loaded) -> Loaded:
 
 
 def tell_restart(run: RunDir, sinks: Sequence[Sink]) -> None:
-    """That this is another round of torchrun's, after which failure; our own launcher says so itself.
-
-    Call it once the failure is set aside.
-    """
+    """That this round is not the first of its start, and after which failure. Call it once that is set aside."""
     now = rounds.current()
-    if now.number and not env.launcher_pid():
+    if now.number:
         newest = max(run.failures.glob("*.json"), default=None)
         record = failure.read_record(newest) if newest else {}
         told = {"failure": record.get("kind"), "exit_code": record.get("exit_code"), "cause": record.get("cause")}
-        logger.warning("[RESTART] %d of %d after: %s", now.number, now.most, told["cause"] or "no word")
+        if not env.launcher_pid():  # our own has said so
+            logger.warning("[RESTART] %d of %d after: %s", now.number, now.most, told["cause"] or "no word")
         for sink in sinks:
             sink.event("restart", {"number": now.number, "most": now.most, **told})
 

@@ -1,25 +1,22 @@
-"""What one round leaves to the next: which run it has begun, and whether another one would be in vain.
+"""What one round leaves to the next: which run it has begun.
 
 It lies in a folder of this machine that outlives the rounds of a start: our launcher's, or torchrun's agent's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lockstep import rundir
-from lockstep.launch import common_folder, failure, guardian
+from lockstep.launch import common_folder, guardian
 from lockstep.runtime import env, rounds
 
 FOLDER = "LOCKSTEP_ROUNDS"  # where our own launcher's workers find it
-RUN, VERDICT = "run", "verdict.json"
+RUN = "run"
 
 
 def open_folder() -> Path:
@@ -51,29 +48,6 @@ def keep_run(run: Path) -> None:
     """Should there be another round, it goes on in this run. Told before the folder is made: no end is too early."""
     if folder := _folder():
         rundir.write_bytes(folder / RUN, str(run).encode())
-
-
-def close(record: Mapping[str, Any]) -> None:
-    """Another round would be in vain. Our own launcher knows by itself; torchrun starts the workers all the same."""
-    folder = None if env.get(FOLDER) else _folder()
-    if folder and not (folder / VERDICT).exists():
-        rundir.write_json(folder / VERDICT, record)
-
-
-def verdict() -> dict[str, Any]:
-    """Why this round is in vain; {}: it is not."""
-    folder = _folder() if rounds.current().number and not env.get(FOLDER) else None
-    return failure.read_record(folder / VERDICT) if folder else {}
-
-
-def is_first_to_tell() -> bool:
-    """Of the workers on this machine, in this round."""
-    folder = _folder()
-    with contextlib.suppress(FileExistsError):
-        if folder:
-            (folder / f"told-{rounds.current().number}").touch(exist_ok=False)
-            return True
-    return False
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from typing import IO, Any, NoReturn
 from lockstep.errors import ExitCode
 from lockstep.launch import beats
 from lockstep.runtime import env as environment
-from lockstep.runtime import rounds
 
 PEER_DIED = b"A"
 STACKS_SIGNAL = signal.SIGRTMIN + 3
@@ -78,21 +77,11 @@ class Link:
         if self.failed:
             return
         self.failed = True
-        self._tell_next_round(record)
         if self.work is not None:
             from lockstep import rundir
 
             with contextlib.suppress(OSError):  # the launcher then reports the exit code alone
                 rundir.write_json(failure_path(self.work, self.slot), record)
-
-    def _tell_next_round(self, record: Mapping[str, Any]) -> None:
-        """Where torchrun would start the workers again: whether that can be of use."""
-        if not rounds.current().is_last:
-            from lockstep.launch import between_rounds, restarting
-
-            with contextlib.suppress(OSError):  # it then fails by itself
-                if restarting.is_in_vain(record):
-                    between_rounds.close(record)
 
     def leave(self, exit_code: int) -> None:
         """This worker ends as it was told to; a foreign launcher may be the only one to hear its exit code."""
