@@ -46,6 +46,9 @@ def test_the_8b_formula_and_the_flops_of_the_production_shape() -> None:
     production = replace(EIGHT, num_layers=4)
     assert production.matmul_parameters() == 4 * (41_943_040 + 176_160_768) + 128256 * 4096
     assert production.flops_per_token(8192) == pytest.approx(9.997e9, rel=1e-3)
+    diffusion = replace(production, bidirectional=True)
+    skipped = production.flops_per_token(8192) - diffusion.flops_per_token(8192)
+    assert skipped == 0.5 * 6 * 128256 * 4096, "half of the tokens are hidden, and only they have logits"
 
 
 @pytest.mark.parametrize("name", sorted(llama_shapes.KNOWN))

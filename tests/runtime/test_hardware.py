@@ -71,6 +71,8 @@ def test_peaks_by_name(machine: SimpleNamespace, name: str, peak: float | None) 
 
 
 def test_no_peak_where_none_is_honest(machine: SimpleNamespace) -> None:
+    machine.name = "NVIDIA H200"
+    assert peak_flops(GPU, "fp8") == peak_flops(GPU, "bf16"), "as peers count"
     assert peak_flops(GPU, "fp32") is None
     assert peak_flops(CPU, "bf16") is None
 

@@ -67,9 +67,13 @@ class LlamaShape:
         return self.num_layers * self._layer_matmul() + self.vocab_size * self.hidden_size
 
     def flops_per_token(self, context_length: int) -> float:
-        """Forward and backward, causality not discounted: 6 N_matmul + 12 L d_attention T (as PaLM, torchtitan)."""
+        """Forward and backward, causality not discounted: 6 N_matmul + 12 L d_attention T (as PaLM, torchtitan).
+
+        Looking both ways means diffusion, which has logits of the hidden tokens alone: half of all on average.
+        """
         attention = 12 * self.num_layers * self.num_heads * self.head_dim * context_length
-        return float(6 * self.matmul_parameters() + attention)
+        skipped = self.vocab_size * self.hidden_size / 2 if self.bidirectional else 0
+        return float(6 * (self.matmul_parameters() - skipped) + attention)
 
     def _layer_matmul(self) -> int:
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)

@@ -63,8 +63,8 @@ def threads_text() -> str:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s that MFU is measured against; None where no honest figure is known."""
-    if device.type != "cuda" or precision not in ("bf16", "fp16"):
+    """Peak FLOP/s that MFU is measured against (of fp8 that of bf16, as peers do); None where none is known."""
+    if device.type != "cuda" or precision not in ("bf16", "fp16", "fp8", "fp8-rowwise"):
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for word, peak in PEAK_FLOPS if re.search(rf"\b{word}\b", name)), None)
