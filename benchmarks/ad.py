@@ -24,12 +24,12 @@ from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import busy
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.bench import busy
 from lockstep.contracts import Draw, Rows
 from lockstep.learners import draws
 from lockstep.learners.history import Learner

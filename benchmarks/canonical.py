@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from lockstep.bench import busy
+import busy
 
 BLOCKS = 8
 

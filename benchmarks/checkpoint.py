@@ -31,13 +31,13 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import busy
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lockstep.bench import busy
 from lockstep.engine.checkpoint import Checkpointer, State
 from lockstep.engine.saving import Saver
 from lockstep.engine.snapshot import Snapshot, needed_bytes

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import busy
 import torch
 
-from lockstep.bench import busy
 from lockstep.config.load import load
 from lockstep.contracts import Batch, StepRecord
 from lockstep.engine import autopsy, loop

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench import busy
+import busy
 
 PEAK_FLOPS = 989e12
 DEVICE = "cuda"
@@ -181,7 +181,7 @@ def measure_peer(name: str, options: argparse.Namespace) -> dict[str, Any]:
     rate = options.batch * options.context / median
     return {
         "tokens_per_second": rate, "step_ms": 1e3 * median, "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-        "mfu_palm": rate * flops_per_token(options.layers, options.context) / PEAK_FLOPS,
+        "mfu": rate * flops_per_token(options.layers, options.context) / PEAK_FLOPS,
         "compile_seconds": max(0.0, compiled),
     }  # fmt: skip
 
@@ -214,8 +214,14 @@ def command_of(name: str, options: argparse.Namespace, file: Path) -> list[str]:
         sys.executable, "-m", "lockstep", "bench", "llama", "production", f"--steps={options.steps}",
         f"--model.num-layers={options.layers}", f"--training.context-length={options.context}",
         f"--training.batch-size={options.batch}", "--training.grad-accum-nums=1", "--system.device=cuda",
-        *OURS[name], f"--json={file}", "--anyway",
+        *OURS[name], f"--json={file}",
     ]  # fmt: skip
+
+
+def figures_of(file: Path) -> dict[str, Any]:
+    """The figures of a file: of a bench those of its one worker, beside what was measured."""
+    figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return figures | figures["workers"][0] if "workers" in figures else figures
 
 
 def measure_row(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -229,7 +235,7 @@ def measure_row(name: str, options: argparse.Namespace, folder: Path) -> dict[st
         return {"error": f"not done after {LIMIT_SECONDS:g} s"}
     if answer.returncode or not file.is_file():
         return {"error": f"exit code {answer.returncode}", "said": (answer.stdout + answer.stderr)[-3000:]}
-    figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    figures = figures_of(file)
     if name not in PEERS:
         print(answer.stdout, flush=True)  # the whole table, with the anatomy of a step
         figures["peak_gib"] = figures["peak_memory_bytes"] / GIB
@@ -238,12 +244,12 @@ def measure_row(name: str, options: argparse.Namespace, folder: Path) -> dict[st
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
     ours = rows.get("ours", {}).get("tokens_per_second")
-    print(f"{'who':42} {'tokens/s':>9} {'mfu_palm':>9} {'peak GiB':>9} {'ratio to ours':>14}")
+    print(f"{'who':42} {'tokens/s':>9} {'MFU':>9} {'peak GiB':>9} {'ratio to ours':>14}")
     for name, row in rows.items():
         if "error" in row:
             print(f"{NAMES[name]:42} {row['error']}\n{row.get('said', '')}")
             continue
-        rate, mfu = row["tokens_per_second"], row.get("mfu_palm")
+        rate, mfu = row["tokens_per_second"], row.get("mfu")
         ratio = f"{rate / ours:.3f}" if ours else "-"
         share = f"{100 * mfu:.1f} %" if mfu else "-"
         print(f"{NAMES[name]:42} {rate:9,.0f} {share:>9} {row['peak_gib']:9.1f} {ratio:>14}")

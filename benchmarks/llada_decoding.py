@@ -20,9 +20,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import busy
 import numpy as np
 
-from lockstep.bench import busy
 from lockstep.config.load import load
 from lockstep.engine.inference import Trained, load_run
 from lockstep.engine.train import train

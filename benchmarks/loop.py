@@ -32,10 +32,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import busy
 import torch
 from torch import nn
 
-from lockstep.bench import busy
 from lockstep.config.load import load
 from lockstep.contracts import StepRecord
 from lockstep.engine.build import plan

@@ -21,9 +21,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import busy
 import torch
 
-from lockstep.bench import busy
 from lockstep.check.errand import Errand
 from lockstep.check.records import Card, Workload
 from lockstep.check.training import KeepingPrints, Ready, make_ready

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.bench import busy
+import busy
 
 ROUNDS = 2
 WARM_UP, TIMED = 3, 7  # of a timing

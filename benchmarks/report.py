@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.bench import busy
+import busy
+
 from lockstep.contracts import StepRecord
 from lockstep.launch.output import Lines, prefixed
 from lockstep.report.console import ConsoleSink

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.bench import busy
+import busy
 
 HELP_LIMIT_SECONDS = 0.15  # of CPU time
 LAUNCHER_LIMIT_SECONDS = 0.4  # of CPU time

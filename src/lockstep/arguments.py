@@ -57,6 +57,8 @@ LAUNCHES = ("auto", "workers", "torchrun", "accelerate")
 REMOVED = {  # a flag, a flag with its value, a verb's flag or argument that lockstep had -> (why, what to type)
     "--launch inline": ("one worker trains in this process without being asked to", "leave out --launch"),
     "--launch slurm": ("jobs are submitted by sbatch", "lockstep script slurm FAMILY PRESET | sbatch"),
+    "lockstep bench --anyway": ("a busy machine is a warning line", "lockstep bench FAMILY PRESET"),
+    "lockstep bench scaling --anyway": ("a busy machine is a warning line", "lockstep bench scaling FAMILY PRESET"),
     "lockstep replay --eager-attention": ("plain attention is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --fp32": ("fp32 is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --no-compile": ("the step is always tried without the compiler", "lockstep replay BUNDLE"),
@@ -67,6 +69,10 @@ REMOVED = {  # a flag, a flag with its value, a verb's flag or argument that loc
     "lockstep script accelerate": (
         "one command line does it",
         "accelerate launch --multi_gpu --num_processes N -m lockstep train FAMILY PRESET",
+    ),
+    "multi_gpu_configs.py estimate": (
+        "a generated script measures before it trains",
+        "multi_gpu_configs.py generate NAME; ./train_NAME.sh",
     ),
 }
 EVERY_SETTING = "Every other setting works as --section.key VALUE or section.key=VALUE: lockstep config explain"

@@ -225,7 +225,7 @@ def bench(arguments: Namespace, settings: list[Setting]) -> int:
 
     loaded = _resolve(arguments, settings)
     check_asked(loaded.config.system)
-    return show_plan(loaded) if arguments.dry_run else measure(loaded, arguments, settings)
+    return show_plan(loaded) if arguments.dry_run else measure(loaded, arguments)
 
 
 def diff(arguments: Namespace, _: list[Setting]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import guard, named_configs
-from lockstep.arguments import without
+from lockstep.arguments import refuse_removed, without
 from lockstep.compat_door import parse, resolve
 from lockstep.compat_mlm import DOOR, NAMED, TRAINER, epochs_text, given
 from lockstep.errors import ConfigError, ExitCode, LockstepError, OutputError
@@ -32,8 +32,7 @@ USAGE = """Usage:
   python multi_gpu_configs.py list                    # List all configurations
   python multi_gpu_configs.py info <config_name>      # Show config details
   python multi_gpu_configs.py generate <config_name>  # Generate training script"""
-ESTIMATE = "  python multi_gpu_configs.py estimate <config_name>  # Measure how long it takes here"  # not in the guide
-COMMANDS = ("list", "info", "generate", "estimate")
+COMMANDS = ("list", "info", "generate")
 RULE = "=" * 42
 POSITIONS = ("dataset", "batch-size", "epochs", "lr", "streaming", "max-samples")  # of the generic script
 
@@ -77,6 +76,7 @@ def generated(argv: Sequence[str]) -> int:
 
 
 def _launch(script: Script, words: Sequence[str]) -> int:
+    from lockstep.bench import estimate
     from lockstep.planning import show_plan
     from lockstep.runtime.devices import check_asked
     from lockstep.start import Start, start
@@ -91,7 +91,9 @@ def _launch(script: Script, words: Sequence[str]) -> int:
     if asked.dry_run:
         return show_plan(loaded, begin)
     tell = _Told(log := _log_of(script))
-    tell(*_banner(script, loaded, workers), *adjusted, "", "Starting training...", f"Log file: {log}")
+    tell(*_banner(script, loaded, workers))
+    tell(*estimate.lines(loaded, workers=workers, gpus=_used(loaded, workers)), RULE)
+    tell(*adjusted, "", "Starting training...", f"Log file: {log}")
     begin = replace(begin, how="workers" if begin.how == "auto" else begin.how, told=tell, transcript=log)
     code = guard.run(lambda: start(loaded, begin), full, tell=tell.complain)
     if code == ExitCode.DONE:
@@ -135,13 +137,10 @@ def _log_of(script: Script) -> Path:
 
 
 def _banner(script: Script, loaded: Loaded, workers: int) -> list[str]:
-    """The documented lines. Times are measured on this machine, now, or are not given."""
-    from lockstep import probe
-
+    """The documented lines, but for the times, which are measured first."""
     config, training = loaded.config, loaded.config.training
     model: Any = config.model
     on_cpu = config.system.device == "cpu"
-    measured = probe.measure(loaded, workers=workers)
     return [
         RULE,
         script.title,
@@ -155,8 +154,6 @@ def _banner(script: Script, loaded: Loaded, workers: int) -> list[str]:
         f"Number of GPUs: {workers}{' (CPU workers)' if on_cpu else ''}",
         f"Model: {model.num_layers}L/{model.num_attention_heads}H/{model.hidden_size}D",
         f"Dataset samples: {config.data.max_train_samples:,}",
-        *probe.lines(loaded, measured, workers=workers, gpus=_used(loaded, workers)),
-        RULE,
     ]
 
 
@@ -202,9 +199,10 @@ def configurations(argv: Sequence[str], source: str | None = None) -> int:
     """multi_gpu_configs.py; `source` is the user's copy of it, with whatever was added there."""
     configs = _configs_of(source)
     if not argv or argv[0] in ("--help", "-h"):
-        say(USAGE, *([ESTIMATE] if argv else []))
+        say(USAGE)
         return ExitCode.DONE if argv else ExitCode.FAILED
     command, names = argv[0], argv[1:]
+    refuse_removed(f"{NAMED} {command}")
     if command not in COMMANDS:
         guard.complain_plainly(f"Error: Unknown command '{command[:80]}'. Available: {list(COMMANDS)}")
         return ExitCode.USAGE
@@ -217,12 +215,7 @@ def configurations(argv: Sequence[str], source: str | None = None) -> int:
     if names[0] not in configs:
         guard.complain_plainly(f"Error: Configuration '{names[0][:80]}' not found. Available: {list(configs)}")
         return ExitCode.USAGE
-    actions: dict[str, Callable[[str, TrainingConfig], None]] = {
-        "info": _info,
-        "generate": _generate,
-        "estimate": _time,
-    }
-    actions[command](names[0], configs[names[0]])
+    (_info if command == "info" else _generate)(names[0], configs[names[0]])
     return ExitCode.DONE
 
 
@@ -245,7 +238,7 @@ def _info(name: str, config: TrainingConfig) -> None:
     say(named_configs.details(name, config))
 
 
-def _resolved(name: str, config: TrainingConfig) -> Loaded:
+def _check(name: str, config: TrainingConfig) -> None:
     """What cannot be trained is refused here, with the key that is wrong."""
     from lockstep import rundir
 
@@ -255,13 +248,13 @@ def _resolved(name: str, config: TrainingConfig) -> Loaded:
     missing = [key for key in ("n_layers", "n_heads", "n_embed", "max_seq_len") if key not in config.model_config]
     if missing:
         raise ConfigError(f"has no {', '.join(missing)}", where=f"{name}.model_config")
-    return resolve(DOOR, *parse(DOOR, named_configs.flags(name, config)))
+    resolve(DOOR, *parse(DOOR, named_configs.flags(name, config)))
 
 
 def _generate(name: str, config: TrainingConfig) -> None:
     from lockstep.launch.scripts import quoted, shell_words
 
-    _resolved(name, config)
+    _check(name, config)
     about = ["--title", config.name, "--description", config.description, "--num-gpus", str(config.num_gpus)]
     words = [*about, *named_configs.flags(name, config)]
     literal = any(sign in word for word in words for sign in "$`\\")
@@ -295,18 +288,6 @@ def _generate(name: str, config: TrainingConfig) -> None:
 
 def _one_line(text: str) -> str:
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
-
-
-def _time(name: str, config: TrainingConfig) -> None:
-    from lockstep import probe
-    from lockstep.runtime.devices import visible_gpus
-
-    loaded = _resolved(name, config)
-    workers = max(1, min(config.num_gpus, len(visible_gpus())))
-    gpus = _used(loaded, workers)
-    measured = probe.measure(loaded, workers=workers)
-    where = f"{workers} GPU(s)" if gpus else "the CPU"
-    say(f"{name} on {where}", *probe.lines(loaded, measured, workers=workers, gpus=gpus))
 
 
 PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {

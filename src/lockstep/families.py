@@ -62,7 +62,7 @@ FAMILIES = {
             "encoders, masked-LM",
             "mlm",
             (
-                "python multi_gpu_configs.py list | info NAME | generate NAME | estimate NAME",
+                "python multi_gpu_configs.py list | info NAME | generate NAME",
                 "./train_h200_8gpu_standard.sh (after generate)",
                 "./run_multi_gpu_training.sh [hf 32 5 3e-5 true 500k]",
                 "python mlm_pretrain_v3.py [--dataset imdb] [--config-name NAME] [--overwrite]",

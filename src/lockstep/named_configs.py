@@ -133,7 +133,7 @@ def details(name: str, config: TrainingConfig) -> str:
         lines.append(f"Note: head size {width // heads}; `lockstep train mlm mlm_small` is a sane small model")
     if name in GUIDE_TIMES:
         lines.append(f"Time in the guide: {GUIDE_TIMES[name]} (the guide's own figure, measured on no machine of ours)")
-    lines.append(f"Time on this machine: python multi_gpu_configs.py estimate {name}")
+    lines.append(f"Time on this machine: ./train_{name}.sh says it before it trains")
     return "\n".join(lines)
 
 

@@ -176,7 +176,6 @@ def _bench(parser: Parser) -> None:
     parser.flag("--steps", "steps that are timed, after some that warm up (20)", metavar="N",
                 type=whole(1, MOST_TIMED), default=20)  # fmt: skip
     parser.flag("--json", "also write the figures to this file", metavar="FILE")
-    parser.flag("--anyway", "although the machine is busy")
 
 
 def _bench_scaling(parser: Parser) -> None:

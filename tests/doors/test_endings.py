@@ -65,7 +65,7 @@ def test_a_full_disk_behind_the_screen_keeps_nobody_from_training(
         return Outcome(ExitCode.DONE)
 
     monkeypatch.setattr("lockstep.launch.supervise.supervise", trained)
-    monkeypatch.setattr("lockstep.probe.measure", lambda *_, **__: "not asked")
+    monkeypatch.setattr("lockstep.bench.estimate.lines", lambda *_, **__: ["not asked"])
     monkeypatch.setattr(compat, "LOG_ROOT", in_dir)
     with opened:
         fill()

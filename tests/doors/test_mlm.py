@@ -11,17 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep import compat_mlm_scripts, probe
+from lockstep import compat_mlm_scripts
+from lockstep.bench import estimate
+from lockstep.bench.short_run import Measured
 from lockstep.compat import DOORS, parse, resolve
-from lockstep.errors import ExitCode
-from lockstep.probe import Probe
+from lockstep.errors import ExitCode, LockstepError
 from lockstep.runtime import devices
 from lockstep.start import Start
+from tests.bench.test_short_run import made
 from tests.conftest import Outcome
 from tests.doors.test_mlm_configs import GUIDE, MLM
 
@@ -45,9 +48,14 @@ def corpus(in_dir: Path) -> Path:
 
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe that has been made. What a real one says: test_mlm_estimate.py."""
-    made = Probe(0.1, "Fake H200", on_gpu=True, threads=1, peak_bytes=3 << 29)
-    monkeypatch.setattr(probe, "measure", lambda *_, **__: made)
+    """A short run that has been made. What a real one says: test_mlm_estimate.py."""
+
+    def measure(config: Any, *, workers: int) -> Measured:
+        found, rows = made([0.1]), workers * config.training.batch_size * config.training.grad_accum_nums
+        start = {**found.start, "device": "Fake H200"}
+        return replace(found, workers=workers, start=start, rows_per_step=rows, memory_bytes=3 << 29)
+
+    monkeypatch.setattr(estimate, "measure", measure)
 
 
 def generate(folder: Path, name: str, program: Path = MLM / "multi_gpu_configs.py") -> Path:
@@ -220,19 +228,27 @@ def test_a_failure_keeps_its_code_and_says_nothing_of_completion(
 
 
 def test_the_estimate_is_measured_or_not_given(
-    door: Run, in_dir: Path, gpus: Callable[[int], None], known_speed: None, started: list[tuple[Any, Start]]
-) -> None:
+    door: Run, in_dir: Path, gpus: Callable[[int], None], known_speed: None, started: list[tuple[Any, Start]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """C4, item 101: so many samples at the speed that was measured; no figure where nothing could be measured."""
     gpus(8)
-    text = door("multi_gpu_configs.py", "estimate", "h200_8gpu_fast").out
+    words = script_words("--batch-size", "64", "--epochs", "3")
+    text = door("train_config.sh", *words).out
     rate = 8 * 64 / 0.1
     assert f"(at most 450,000 samples at {rate:,.0f}/s, measured on 8 x Fake H200)" in text
     assert "Estimated time per epoch: 1 min" in text
     assert "Estimated total time: 4 min" in text
-    words = script_words("--epochs", "3", "--max-steps", "100")
-    assert "Estimated total time: 10 s" in door("train_config.sh", *words).out, "the limit in steps counts too"
-    loaded = resolve(DOORS["mlm_pretrain_v3.py"], *parse(DOORS["mlm_pretrain_v3.py"], []))
-    assert probe.lines(loaded, "no", workers=1)[0] == "Estimated time per epoch: n/a (no)"
+    limited = door("train_config.sh", *words, "--max-steps", "100").out
+    assert "Estimated total time: 10 s" in limited, "the limit in steps counts too"
+
+    def failing(*_: Any, **__: Any) -> Measured:
+        raise LockstepError("training ended with code 1:\n    lockstep: error: no such thing\n      try: another")
+
+    monkeypatch.setattr(estimate, "measure", failing)
+    text = door("train_config.sh", *words).out
+    assert "Estimated time per epoch: n/a (lockstep: error: no such thing)\n" in text
+    assert "Estimated memory per GPU: n/a of 80.00 GiB (Fake)\n" in text
 
 
 # --- the whole of it -------------------------------------------------------------------------------------------------
@@ -251,7 +267,7 @@ def test_a_generated_script_trains_what_it_names(corpus: Path, smi: Callable[...
                                   "MLM pre-training completed!", "Training completed!"])  # fmt: skip
     assert "  - World Size: 2\n" in done.stdout
     assert "  - Batch Size per GPU: 64\n  - Total Batch Size: 128\n" in done.stdout
-    assert re.search(r"^Estimated time per epoch: .* measured on CPU", done.stdout, re.MULTILINE)
+    assert re.search(r"^Estimated time per epoch: .* measured on 2 x CPU", done.stdout, re.MULTILINE)
     for line in ("Multi-GPU MLM Training Setup:", "MLM pre-training completed!", "Train Loss: "):
         assert done.stdout.count(line) == 1
     (log,) = (corpus / "logs").iterdir()

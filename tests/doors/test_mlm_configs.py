@@ -76,7 +76,9 @@ def test_without_a_command_it_prints_the_usage_and_exits_1(door: Run) -> None:
     assert result.code == 1
     assert result.out.strip() == compat_mlm_scripts.USAGE
     assert configs(door, "--help").code == 0
-    assert "estimate <config_name>" in configs(door, "--help").out
+    removed = configs(door, "estimate", "h200_8gpu_fast")
+    assert removed.code == 2
+    assert "multi_gpu_configs.py estimate: was removed" in removed.err
     assert configs(door, "info").code == 1
 
 

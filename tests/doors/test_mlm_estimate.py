@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lockstep import probe
+from lockstep.bench import estimate
 from lockstep.compat import DOORS, parse, resolve
 from lockstep.contracts import Batch
 from lockstep.named_configs import CONFIGS, TrainingConfig
 from lockstep.objectives.mlm import Mlm
 from lockstep.objectives.options import MlmOptions
-from lockstep.probe import Probe
 from lockstep.runtime import env
 from tests import fake_smi
+from tests.bench.test_short_run import made
 from tests.conftest import Outcome
 from tests.doors.test_mlm import bash, generate
 
@@ -101,61 +101,29 @@ def trained_seconds(folder: Path) -> float:
     return times["end"] - times["estimate"]
 
 
-def test_the_estimate_is_the_steps_of_a_run_by_what_one_takes(
-    door: Run, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock that only the objective moves; then probes that are wrong in three ways."""
-    seconds = [0.0]
-    monkeypatch.setattr(f"{__name__}.pause", lambda more: seconds.append(seconds[-1] + more))
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: seconds[-1]))
-    monkeypatch.setattr(probe, "MEASURED_SECONDS", 0.2)
-    monkeypatch.setattr(probe, "measure", lambda loaded, **_: probe.probe(loaded.config))
-    monkeypatch.setitem(CONFIGS, "mine", config(device="cpu", **{"objective.name": f"{__name__}:build"}))
-    ended = door("mlm_pretrain_v3.py", "--config-name", "mine", "report.tensorboard=false")
-    assert ended.code == 0, ended.text
-    steps = sum(event["kind"] == "step" for event in events(text))
-    assert steps == pytest.approx(2 * 3 * 0.9 * DOCUMENTS / 4, rel=0.15)
-
-    def total() -> float:
-        return said(door("multi_gpu_configs.py", "estimate", "mine").out, "total time")
-
-    right = probe._time
-    assert total() == pytest.approx(steps * PACE, rel=0.2)
-    for factor in (4, 1 / 4):
-        with monkeypatch.context() as patch:
-            patch.setattr(probe, "_time", lambda *words, factor=factor: factor * right(*words))
-            assert not fits(total(), steps * PACE), f"a probe that is off by {factor}"
-    monkeypatch.setattr(probe, "look", lambda _: ([], False))
-    assert not fits(total(), steps * PACE), "5,000 samples of one row each were assumed, where 90 of three are"
-
-
-@pytest.mark.slow
 def test_the_estimate_is_the_time_of_a_real_run(door: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`estimate` in the process of its own, then the run; then probes that are wrong in three ways."""
+    """A short run in processes of its own, then the run; then figures that are wrong in three ways."""
     monkeypatch.setitem(CONFIGS, "mine", config(device="cpu", **{"objective.name": f"{__name__}:build"}))
-    estimated = door("multi_gpu_configs.py", "estimate", "mine")
-    assert estimated.code == 0, estimated.text
-    assert estimated.out.startswith("mine on the CPU\n")
-    ended = door("mlm_pretrain_v3.py", "--config-name", "mine", "report.tensorboard=false")
+    words = ("--config-name", "mine", "report.tensorboard=false")
+    trainer = DOORS["mlm_pretrain_v3.py"]
+    loaded = resolve(trainer, *parse(trainer, words))
+    found = estimate.measure(loaded.config, workers=1)
+    assert {path.name for path in text.iterdir()} <= {"text.jsonl", ".cache"}, "nothing but the prepared rows"
+    ended = door("mlm_pretrain_v3.py", *words)
     assert ended.code == 0, ended.text
     real = trained_seconds(text)
     steps = sum(event["kind"] == "step" for event in events(text))
     assert steps == pytest.approx(2 * 3 * 0.9 * DOCUMENTS / 4, rel=0.15)
     assert real > steps * PACE
-    assert fits(said(estimated.out, "total time"), real), (estimated.out, real)
-    monkeypatch.setattr(probe, "MEASURED_SECONDS", 0.2)
-    monkeypatch.setattr(probe, "measure", lambda loaded, **_: probe.probe(loaded.config))
 
-    def total() -> float:
-        return said(door("multi_gpu_configs.py", "estimate", "mine").out, "total time")
+    def total(**changes: Any) -> float:
+        monkeypatch.setattr(estimate, "measure", lambda *_, **__: replace(found, **changes))
+        return said("\n".join(estimate.lines(loaded, workers=1)), "total time")
 
-    right = probe._time
-    assert fits(total(), real), "the same, in this process"
+    assert fits(total(), real), (total(), real)
     for factor in (4, 1 / 4):
-        with monkeypatch.context() as patch:
-            patch.setattr(probe, "_time", lambda *words, factor=factor: factor * right(*words))
-            assert not fits(total(), real), f"a probe that is off by {factor}"
-    monkeypatch.setattr(probe, "look", lambda _: ([], False))
+        assert not fits(total(step_seconds=[factor * each for each in found.step_seconds]), real)
+    monkeypatch.setattr(estimate, "lies_here", lambda _: False)
     assert not fits(total(), real), "5,000 samples of one row each were assumed, where 90 of three are"
 
 
@@ -192,81 +160,43 @@ def test_a_generated_script_estimates_its_own_run(text: Path, monkeypatch: pytes
 def test_the_memory_of_a_gpu_is_what_its_driver_says(
     door: Run, text: Path, monkeypatch: pytest.MonkeyPatch, totals: tuple[object, ...], quoted: str
 ) -> None:
-    """C2: read from nvidia-smi, by `estimate` and by the script; the smallest of the GPUs that are used."""
+    """C2: read from nvidia-smi; the smallest of the GPUs that are used."""
     rows = [fake_smi.gpu(number, name=f"Card {number}", memory__total=total) for number, total in enumerate(totals)]
     unused = fake_smi.gpu(len(rows), name="Small", memory__total=8192)
     fake_smi.plant(text / "bin", monkeypatch, [*rows, unused] if len(rows) == 2 else rows)
     monkeypatch.setitem(CONFIGS, "mine", config())
-    monkeypatch.setattr(probe, "MEASURED_SECONDS", 0.0)
-    monkeypatch.setattr(probe, "measure", lambda loaded, **_: probe.probe(loaded.config))
+    monkeypatch.setattr(estimate, "measure", lambda *_, **__: replace(made(), memory_bytes=5 << 28))
     monkeypatch.setattr("lockstep.start.start", lambda *_: 0)
-    line = rf"^Estimated memory per GPU: .+ of {re.escape(quoted)} \(Card {len(rows) - 1}\)$"
-    estimated = door("multi_gpu_configs.py", "estimate", "mine").out
-    assert f"mine on {len(rows)} GPU(s)" in estimated
-    assert re.search(line, estimated, re.MULTILINE), estimated
     words = ("--title", "T", "--description", "D", "--num-gpus", "2", "--config-name", "mine")
     started = door("train_config.sh", *words)
     assert started.code == 0, started.text
-    assert re.search(line, started.out, re.MULTILINE), started.out
+    assert f"Estimated memory per GPU: 1.25 GiB of {quoted} (Card {len(rows) - 1})" in started.out.splitlines()
     on_cpu = door("train_config.sh", *words, "--device", "cpu").out
     assert "per GPU:" not in on_cpu.partition("Estimated")[2]
-    assert said(on_cpu, "memory per worker") > 1 << 27, "torch alone needs more"
+    assert "Estimated memory per worker: 1.25 GiB" in on_cpu.splitlines()
 
 
-def test_what_a_gpu_needs_stands_beside_what_it_has() -> None:
-    from lockstep.runtime.devices import Gpu
-
+def test_text_that_lies_here_is_learnt_from_and_no_other(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real documents with the same workers; for any other text rows are made, and nothing is fetched."""
+    asked: list[Any] = []
+    monkeypatch.setattr(estimate, "run", lambda config, **more: asked.append((config, more)))
     trainer = DOORS["mlm_pretrain_v3.py"]
-    loaded = resolve(trainer, *parse(trainer, []))
-    card = Gpu(0, "GPU-0", "NVIDIA H200", 143771 << 20, 0, 0)
-    made = Probe(0.1, card.name, on_gpu=True, threads=1, peak_bytes=5 << 28)
-    assert probe.lines(loaded, made, workers=1, gpus=[card])[2:] == [
-        "Estimated memory per GPU: 1.25 GiB of 140.40 GiB (NVIDIA H200)"
-    ]
-    failed = probe.lines(loaded, "no reason", workers=1, gpus=[card])
-    assert failed[1:] == [
-        "Estimated total time: n/a (no reason)", "Estimated memory per GPU: n/a of 140.40 GiB (NVIDIA H200)"
-    ]  # fmt: skip
+    for words, here in (
+        (("--data-path", "text.jsonl"), True), (("data.dataset_name=builtin",), True), ((), False),
+        (("--dataset", "imdb"), False),
+    ):  # fmt: skip
+        config = resolve(trainer, *parse(trainer, words)).config
+        estimate.measure(config, workers=3)
+        measured, more = asked.pop()
+        assert more["workers"] == "3"
+        assert estimate.lies_here(config) == here
+        assert (measured.data.data_path == config.data.data_path) == here
+        assert here or measured.data.data_path.endswith("made.jsonl")
 
 
-def test_a_probe_that_fails_says_why(text: Path) -> None:
+def test_a_short_run_that_fails_says_why(text: Path) -> None:
     trainer = DOORS["mlm_pretrain_v3.py"]
     loaded = resolve(trainer, *parse(trainer, ["--device", "cpu", "--objective.name", "tests.nowhere:build"]))
-    told = probe.measure(loaded)
-    assert isinstance(told, str)
-    assert told.startswith("the probe ended with 1: ")
-    assert "tests.nowhere:build" in told
-
-
-def test_only_text_that_lies_here_is_looked_at(text: Path) -> None:
-    trainer = DOORS["mlm_pretrain_v3.py"]
-
-    def looked(*words: str) -> tuple[list[int], bool]:
-        return probe.look(resolve(trainer, *parse(trainer, words)).config.data)
-
-    here = ("--data-path", "text.jsonl", "--streaming", "false")
-    assert looked(*here) == ([WORDS] * DOCUMENTS, True)
-    assert looked(*here, "--max-samples", "50") == ([WORDS] * 50, False)
-    assert looked(*here, "--min-words", "40") == ([], False)
-    assert looked(*here, "--tokenizer-name", "wordpiece")[0][0] == round(WORDS * 1.3)
-    assert looked() == looked("--dataset", "imdb") == looked("--data-path", "nothing.txt") == ([], False)
-
-
-def test_the_probe_measures_the_model_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights and its tokens: the probe computes what was asked for."""
-
-    def work(stepper: Any, steps: Sequence[Sequence[Batch]]) -> float:
-        stepper.launch(0, steps[0]).read()
-        return float(sum(weight.numel() for weight in stepper.model.parameters()) * steps[0][0].tokens)
-
-    monkeypatch.setattr(probe, "_time", work)
-    trainer = DOORS["mlm_pretrain_v3.py"]
-
-    def measured(*words: str) -> Probe:
-        loaded = resolve(trainer, *parse(trainer, ["--device", "cpu", "--vocab-size", "500", *words]))
-        return probe.probe(loaded.config)
-
-    small = measured("--batch-size", "2", "--max-seq-len", "16")
-    large = measured("--batch-size", "16", "--max-seq-len", "64", "--n-embed", "128")
-    assert 0 < 100 * small.step_seconds < large.step_seconds
-    assert not small.on_gpu
+    told = estimate.lines(loaded, workers=1)
+    assert told[0].startswith("Estimated time per epoch: n/a (lockstep: error: ")
+    assert "tests.nowhere:build" in told[0]

@@ -65,7 +65,7 @@ def test_a_profile_of_steps_that_never_come(
     begin: int, left: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Item 156; the first two steps of a start are never traced."""
-    with profiling(tmp_path / "trace.json", (4, 2), begin=begin, steps_left=left) as profiler:
+    with profiling(tmp_path / "trace.json", (4, 2), begin=begin, steps_left=left, tell=pytest.fail) as profiler:
         profiler.step()
     assert f"Too few steps to profile: the first would be {told}" in caplog.text
     assert not (tmp_path / "trace.json").exists()

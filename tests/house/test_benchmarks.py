@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import random
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,8 @@ def script(name: str) -> ModuleType:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # a script finds those beside it
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""`lockstep bench` and `lockstep bench scaling`: refuses what cannot be measured, measures, shows, writes."""
+"""`lockstep bench` and `lockstep bench scaling`: short real runs with one or several numbers of workers."""
 
 from __future__ import annotations
 
@@ -7,117 +7,101 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import rundir
-from lockstep.bench import busy, scaling
-from lockstep.bench.show import scaling_table, table
+from lockstep.bench.short_run import TRACED, Measured, run, with_made_rows
+from lockstep.bench.show import as_json, table
+from lockstep.config.load import replaced, to_dict
 from lockstep.errors import ConfigError, ExitCode, OutputError
 from lockstep.guard import say
 from lockstep.runtime import devices, env, signals
 
 if TYPE_CHECKING:
-    from lockstep.arguments import Setting
     from lockstep.config.load import Loaded
+    from lockstep.config.schema import RunConfig
+
+MOST_WORKERS = 1024
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The words of the command line."""
-
-    steps: int
-    json: Path | None = None
-    anyway: bool = False
-
-
-def bench(loaded: Loaded, arguments: Namespace, settings: Sequence[Setting]) -> int:
+def bench(loaded: Loaded, arguments: Namespace) -> int:
     """What either command line asks for; the exit code."""
     file = _file(arguments.json) if arguments.json else None
-    asked = Asked(arguments.steps, file, arguments.anyway)
-    _check(loaded, one_device=not hasattr(arguments, "workers"))
-    with signals.listening():  # who is asked to end leaves no run and no folder behind
-        if not hasattr(arguments, "workers"):
-            return bench_one(loaded, asked)
-        return bench_scaling(
-            loaded, asked, workers=arguments.workers, given=_named(loaded, arguments), settings=settings
-        )
-
-
-def _named(loaded: Loaded, arguments: Namespace) -> list[str]:
-    """The words that name this configuration to another process; a preset that was picked here is picked for good."""
-    flags = [f"--{word}={text}" for word in ("preset", "config") if (text := getattr(arguments, word))]
-    what = [arguments.what] if arguments.what else [] if flags else [loaded.preset]
-    return [loaded.family, *what, *flags, *(["--debug"] if arguments.debug else [])]
-
-
-def bench_one(loaded: Loaded, asked: Asked) -> int:
-    """Measure one configuration on one device."""
-    found = busy.check_quiet(busy.cards(loaded.config), anyway=asked.anyway)
-    env.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own comings and goings
-    from lockstep.bench.drive import measure
-    from lockstep.report.logs import setup_logging
-
-    setup_logging(level="DEBUG" if loaded.config.debug.enabled else "WARNING")
-    for notice in loaded.notices:
+    wanted = counts(getattr(arguments, "workers", "1"))
+    config = _config(loaded, wanted)
+    gpus = devices.visible_gpus() if config.system.device != "cpu" else []
+    first = [str(gpu.index) for gpu in gpus][config.system.device_id :][:1]
+    busy = busy_reasons([gpu.index for gpu in gpus[: wanted[-1]]])
+    for notice in (*loaded.notices, *(f"WARNING: this machine is busy: {reason}" for reason in busy)):
         say(notice)
-    try:
-        figures = measure(loaded, steps=asked.steps, busy=found)
-    except OSError as error:
-        if error.errno is None or error.errno not in rundir.NO_ROOM:
-            raise
-        told = rundir.io_error(error, Path(tempfile.gettempdir()), doing="making rows")
-        told.hint = "free some space there, or set TMPDIR to a folder on another disk"
-        raise told from error
-    _write(asked, "bench", figures.as_json())
-    say(*table(figures))
-    return ExitCode.DONE
-
-
-def bench_scaling(
-    loaded: Loaded, asked: Asked, *, workers: str, given: Sequence[str], settings: Sequence[Setting]
-) -> int:
-    """Measure one configuration with several numbers of workers; `given` and `settings` are what names it."""
-    wanted, config = scaling.counts(workers), loaded.config
-    on_gpu = busy.on_gpu(config)
-    if on_gpu and (there := len(devices.visible_gpus())) < wanted[-1]:
-        fitting = sorted({there, *(count for count in wanted if count <= there)})
-        raise ConfigError(
-            f"{wanted[-1]} workers, and this machine shows {there} GPUs",
-            where="--workers",
-            hint=f"--workers {','.join(map(str, fitting))}, or --device cpu" if there else "--device cpu",
-        )
-    found = busy.check_quiet(busy.cards(config, wanted[-1]), anyway=asked.anyway)
-    if not on_gpu and config.system.device == "auto":
-        say("No GPUs detected: workers of the CPU are measured")
-        settings = [*settings, ("device", "cpu")]  # a run takes no --gpus for the CPU unless it is named
-    options, points = config.training, list[scaling.Point]()
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
-        words = scaling.command_words(given, config, settings, folder=Path(name), cpu=not on_gpu)
+    found = list[Measured]()
+    with signals.listening(), tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        made = _with_made_rows(config, Path(name), workers=wanted[-1])
         for count in wanted:
-            points.append(scaling.run(words, config, workers=count, steps=asked.steps, folder=Path(name)))
-    device = devices.visible_gpus()[0].name if on_gpu else f"CPU, {os.cpu_count()} cores"
-    batch = f"{options.batch_size} rows x {options.grad_accum_nums} x {options.context_length:,}"
-    figures = [point.as_json(points[0]) for point in points]
-    subject = {"family": loaded.family, "preset": loaded.preset, "device": device, "batch": batch, "busy": found}
-    _write(asked, "bench scaling", {**subject, "steps": asked.steps, "command": words.all, "workers": figures})
-    say(*scaling_table(points, device=device, batch=batch, busy=found))
-    if not on_gpu and wanted[-1] > (os.cpu_count() or 1):
+            workers = f"{first[0]}," if first and wanted == [1] else str(count)  # with the comma: its number
+            found.append(run(made, workers=workers, steps=arguments.steps, folder=Path(name), traced=TRACED))
+    if file:
+        about = {"family": loaded.family, "preset": loaded.preset, "busy": busy, "settings": to_dict(config)}
+        _write(file, about | as_json(found))
+    say(*table(found, on_gpu=bool(gpus)))
+    if not gpus and wanted[-1] > (os.cpu_count() or 1):
         say("There are fewer cores than workers: several share one.")
     return ExitCode.DONE
 
 
-def _check(loaded: Loaded, *, one_device: bool) -> None:
-    """Refuse before minutes are spent."""
-    several = "lockstep bench scaling --workers 1,2,4"
+def counts(text: str) -> list[int]:
+    """The numbers of workers in "1,2,4", in order; one alone is always among them, to compare with."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    for part in found or [text]:
+        if not (part.isdecimal() and 1 <= int(part) <= MOST_WORKERS):
+            what = f"expected numbers of workers, got {part[:40]!r}"
+            raise ConfigError(what, where="--workers", hint="--workers 1,2,4")
+    return sorted({1, *map(int, found)})
+
+
+def busy_reasons(indices: Sequence[int]) -> list[str]:
+    """Why figures of now may be those of somebody else's work; none: all is quiet."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    found = [f"the load average is {load:.1f} on {cores} cores"] if load > cores else []
+    others = [holder for index in indices for holder in devices.holders(index) if holder.pid != os.getpid()]
+    return [*found, *(devices.busy_notices(indices) if others else [])]
+
+
+def _config(loaded: Loaded, wanted: Sequence[int]) -> RunConfig:
+    """The configuration that is measured; what cannot be is refused before minutes are spent."""
     if env.detect().world > 1:
-        what = "a bench is one process, and this is one of several workers"
-        raise ConfigError(what, where="lockstep bench", hint=f"{several}, started once")
-    for key in ("system.gpus", "system.mode") if one_device else ("system.gpus",):
-        if (origin := loaded.origins.get(key)) and origin.layer == "flag":
-            what = "a bench is of one device" if one_device else "--workers says how many"
-            raise ConfigError(what, where=key, hint=f"{several}; another card: --system.device-id=N")
+        what = "a bench starts its own workers, and this is one of several"
+        raise ConfigError(what, where="lockstep bench", hint="lockstep bench scaling --workers 1,2,4, started once")
+    if (origin := loaded.origins.get("system.gpus")) and origin.layer == "flag":
+        hint = "lockstep bench scaling --workers 1,2,4; another card: --system.device-id=N"
+        raise ConfigError("--workers says how many", where="system.gpus", hint=hint)
+    system = loaded.config.system
+    visible = devices.visible_gpus() if system.device != "cpu" else []
+    if system.device == "auto" and not visible:
+        say("No GPUs detected: the CPU is measured")
+    if system.device != "cpu" and visible and len(visible) < wanted[-1]:
+        fitting = sorted({len(visible), *(count for count in wanted if count <= len(visible))})
+        raise ConfigError(
+            f"{wanted[-1]} workers, and this machine shows {len(visible)} GPUs",
+            where="--workers",
+            hint=f"--workers {','.join(map(str, fitting))}, or --device cpu",
+        )
+    if visible or system.device == "cuda":
+        return loaded.config
+    alone = {"system.threads": 1} if len(wanted) > 1 else {}  # else one worker had all the cores that several share
+    return replaced(loaded.config, {"system.device": "cpu", **alone}).config
+
+
+def _with_made_rows(config: RunConfig, folder: Path, *, workers: int) -> RunConfig:
+    try:
+        return with_made_rows(config, folder, workers=workers)
+    except OSError as error:
+        if error.errno is None or error.errno not in rundir.NO_ROOM:
+            raise
+        told = rundir.io_error(error, folder, doing="making rows")
+        told.hint = "free some space there, or set TMPDIR to a folder on another disk"
+        raise told from error
 
 
 def _file(text: str) -> Path:
@@ -134,20 +118,18 @@ def _file(text: str) -> Path:
     return path
 
 
-def _write(asked: Asked, kind: str, figures: Mapping[str, Any]) -> None:
-    """The figures, if they are wanted, and what they were measured with."""
-    if not asked.json:
-        return
+def _write(path: Path, figures: Mapping[str, Any]) -> None:
+    """The figures, and what they were measured with."""
     from lockstep.engine.build import versions  # of torch, too, which is loaded when all is measured
 
     about = {
-        "kind": f"lockstep {kind}",
+        "kind": "lockstep bench",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
         "load": list(os.getloadavg()),
         "cores": os.cpu_count(),
     }
     try:
-        rundir.write_json(asked.json, about | dict(figures))
+        rundir.write_json(path, about | dict(figures))
     except OSError as error:
-        raise rundir.io_error(error, asked.json, doing="writing the figures") from error
+        raise rundir.io_error(error, path, doing="writing the figures") from error

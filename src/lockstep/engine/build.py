@@ -213,7 +213,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
         peak_flops=(peak_flops(plan.device, config.training.precision) or 0) * group.world or None,
         council=stepper.council,
         link=link if group is everyone else told,  # replicas wait for the slowest at the end
-        saves=group is everyone or everyone.rank == 0,
+        saves=(group is everyone or everyone.rank == 0) and env.saves(run.root),
         epochs=passes,
         vocabulary=vocabulary_map(prepared) if config.report.results_dir else {},
         words=prepared.words,

@@ -54,7 +54,8 @@ def run(parts: Parts) -> None:
         return
     reopen(parts)
     clock = Clock()
-    tracing = profiling(parts.trace_file, parts.config.report.traced, begin=begin, steps_left=parts.steps_left(begin))
+    left, window = parts.steps_left(begin), parts.config.report.traced
+    tracing = profiling(parts.trace_file, window, begin=begin, steps_left=left, tell=parts.tell)
     with room_for_saves(parts), tracing as profiler:
         for step in range(begin, parts.last_step):
             try:

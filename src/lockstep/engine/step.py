@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from lockstep.contracts import Batch, Objective
 from lockstep.engine.compact import make_optimizer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NORM_EPSILON = 1e-6
+UPDATE = "lockstep: update"  # as a profile calls it
 RECORDED = -2  # no step: a graph is recorded, and whoever replays it keys the noise and waits before any change
 
 
@@ -178,7 +180,9 @@ class Stepper:
             scale = self.precision.scaler.scale.item() if self.precision.scaler else 1.0
             for line in self.watch.lines(step, self.model.named_parameters(), scale=scale):
                 logger.warning("%s", line)
-        pending = Pending(self.update(step, loss), began, computed, watched=self.watched)
+        with record_function(UPDATE):
+            values = self.update(step, loss)
+        pending = Pending(values, began, computed, watched=self.watched)
         self.updating = False
         return pending
 

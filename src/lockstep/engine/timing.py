@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from lockstep.engine import anatomy
 from lockstep.engine.step import Pending
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,12 @@ class NoProfiler:
 
 @contextlib.contextmanager
 def profiling(
-    trace_file: Path | None, window: tuple[int, int], *, begin: int, steps_left: int
+    trace_file: Path | None, window: tuple[int, int], *, begin: int, steps_left: int, tell: Callable[..., None]
 ) -> Iterator[NoProfiler | torch.profiler.profile]:
     """Trace a window (first step, how many) to a file that chrome://tracing and Perfetto show, and tell what they cost.
 
-    The step that begins a run and the one after it are never traced: they start and warm up what is measured.
+    The step that begins a run and the one after it are never traced: they start and warm up what is measured. `tell`
+    gets an event with the seconds of each part of a step.
     """
     wait = max(1, window[0] - begin - 1)
     active = min(window[1], steps_left - wait - 1)
@@ -56,7 +58,12 @@ def profiling(
     if trace_file is None or active < 1:
         yield NoProfiler()
         return
-    schedule = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
+    usual = torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1)
+
+    def schedule(step: int) -> torch.profiler.ProfilerAction:
+        if step == wait + 1 and torch.cuda.is_available():
+            torch.cuda.synchronize()  # kernels of the step before, still on their way, would count as traced
+        return usual(step)
 
     def ready(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(trace_file))
@@ -64,6 +71,8 @@ def profiling(
         logger.info("Profile of steps %d to %d:", begin + wait + 1, last)
         for line in _costs(profile):
             logger.info("%s", line)
+        parts, unnamed = anatomy.of_profile(profile, steps=active)
+        tell("profile", step=last + 1, steps=active, parts_seconds=parts, unnamed_seconds=unnamed)
 
     with torch.profiler.profile(schedule=schedule, on_trace_ready=ready) as profiler:
         yield profiler

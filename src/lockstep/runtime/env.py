@@ -27,6 +27,7 @@ PORTS = range(20_000, 60_000)  # where SLURM jobs meet
 REFUSED_PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 DEVICE = "LOCKSTEP_DEVICE"  # of a process that was given a GPU: it uses it or says why not
 UNTIL = "LOCKSTEP_UNTIL"  # STEPS:RUN, of a worker that makes steps again for a proof: after so many it is done
+UNSAVED = "LOCKSTEP_UNSAVED"  # RUN, of a worker that only measures: it keeps no checkpoint
 _hidden: set[str] = set()
 
 
@@ -342,6 +343,11 @@ def last_step(run: Path) -> int | None:
     """
     steps, _, named = get(UNTIL).partition(":")
     return int(steps) if steps.isdecimal() and named == str(run) else None
+
+
+def saves(run: Path) -> bool:
+    """Whether a run keeps checkpoints: one that only measures does not."""
+    return get(UNSAVED) != str(run)
 
 
 def setdefault(name: str, value: str) -> None:

@@ -6,25 +6,21 @@ does: the update of the stepper, or the kernel of the cross-entropy.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from lockstep.engine.step import Stepper
+from lockstep.engine.step import UPDATE
 from lockstep.kernels import linear_cross_entropy
 
 PRODUCTS, ATTENTION, POINTWISE = "matrix products", "attention", "pointwise and reductions"
 OPTIMIZER, ENTROPY, COPIES = "optimizer and clipping", "cross-entropy", "copies and collectives"
-OTHER, GAPS = "other", "gaps"
-PARTS = (PRODUCTS, ATTENTION, POINTWISE, OPTIMIZER, ENTROPY, COPIES, OTHER, GAPS)
+OTHER = "other"
+PARTS = (PRODUCTS, ATTENTION, POINTWISE, OPTIMIZER, ENTROPY, COPIES, OTHER)
 TABLE = (  # the first match counts; kernels of a GPU, then operations of a CPU
     (ATTENTION, r"^triton_tem_\w*(flex|attention)"),
     (PRODUCTS, r"^triton_tem_"),
@@ -44,7 +40,6 @@ TABLE = (  # the first match counts; kernels of a GPU, then operations of a CPU
 PATTERNS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in TABLE)
 UNSURE = (POINTWISE, COPIES, OTHER)  # what these names do depends on who launches them
 PLAIN_COPY = re.compile(r"memcpy|memset|nccl", re.IGNORECASE)  # whoever launches it
-UPDATE = "lockstep: update"
 
 
 class Piece(NamedTuple):
@@ -55,81 +50,29 @@ class Piece(NamedTuple):
     us: float
 
 
-@dataclass(frozen=True)
-class Anatomy:
-    """One step in parts; with the gaps they are its wall time."""
-
-    wall_ms: float
-    parts_ms: Mapping[str, float]
-    unnamed_ms: Mapping[str, float]  # what is in `other`, by name
-
-    @property
-    def sum_ms(self) -> float:
-        """Of all parts, without the gaps."""
-        return sum(ms for part, ms in self.parts_ms.items() if part != GAPS)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "wall_ms": self.wall_ms,
-            "sum_of_parts_ms": self.sum_ms,
-            "parts_ms": dict(self.parts_ms),
-            "unnamed_ms": dict(self.unnamed_ms),
-        }
-
-
 def classify(name: str) -> str:
     """The part a kernel or operation belongs to, by its name."""
     return next((part for part, pattern in PATTERNS if pattern.search(name)), OTHER)
 
 
-def divide(pieces: Iterable[Piece], *, steps: int, wall_ms: float) -> Anatomy:
-    """Pieces of so many steps as parts of one; what no piece explains are gaps (less than 0: kernels overlap)."""
+def of_profile(profile: torch.profiler.profile, *, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The parts of a step, from a profile of several: a GPU's kernels where any ran, else operations of the CPU."""
+    events: Any = profile.events() or []
+    return divide(kernels(events) or operations(events), steps=steps)
+
+
+def divide(pieces: Iterable[Piece], *, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds a step of each part, and of each name that no part claims, the longest first."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    unnamed: dict[str, float] = defaultdict(float)
+    unnamed = defaultdict[str, float](float)
     for name, inside, us in pieces:
         part = classify(name)
         if inside and part in UNSURE and not PLAIN_COPY.search(name):
             part = inside
-        parts[part] += us / 1e3 / steps
+        parts[part] += us / 1e6 / steps
         if part == OTHER:
-            unnamed[name] += us / 1e3 / steps
-    parts[GAPS] = wall_ms - sum(parts.values())
-    return Anatomy(wall_ms, parts, dict(sorted(unnamed.items(), key=lambda item: -item[1])))
-
-
-def dissect(stepper: Stepper, run: Callable[[], int], *, wall_ms: float) -> Anatomy:
-    """Profile `run`, which makes some steps and says how many.
-
-    On a GPU the parts are held against `wall_ms`, a step that nobody watched: watching slows only the host. On a CPU
-    the host is what is watched, so there it is the time of the steps in the profile.
-    """
-    on_gpu = stepper.device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with labelled(stepper), profile(activities=kinds) as watched:
-        since = time.perf_counter()
-        steps = run()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - since
-    events: Any = watched.events() or []
-    pieces = kernels(events) if on_gpu else operations(events)
-    return divide(pieces, steps=steps, wall_ms=wall_ms if on_gpu else 1e3 * seconds / steps)
-
-
-@contextlib.contextmanager
-def labelled(stepper: Stepper) -> Iterator[None]:
-    """While this lasts, the profiler is told when the stepper updates."""
-    update = stepper.update
-
-    def told(step: int, loss: torch.Tensor) -> torch.Tensor:
-        with record_function(UPDATE):
-            return update(step, loss)
-
-    vars(stepper)["update"] = told
-    try:
-        yield
-    finally:
-        del vars(stepper)["update"]
+            unnamed[name] += us / 1e6 / steps
+    return parts, dict(sorted(unnamed.items(), key=lambda item: -item[1]))
 
 
 def labels() -> dict[str, str]:
