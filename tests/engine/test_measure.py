@@ -57,13 +57,6 @@ def test_labelled_text_is_for_encoders(lockstep: Run, in_dir: Path, shared_cache
     assert "  try: lockstep eval" in refused.err
 
 
-def test_a_suspicion_of_the_objective_is_told() -> None:
-    fine, doubted = (Measured(Path("x"), 8, {"loss": 1.0}, said) for said in ("", "labels leak"))
-    assert "suspicion" not in fine.fields()
-    assert doubted.fields()["suspicion"] == "labels leak"
-    assert doubted.lines()[-1] == "Warning: labels leak"
-
-
 class Few:
     """An objective whose measures are given."""
 

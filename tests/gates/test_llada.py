@@ -14,10 +14,11 @@ from lockstep.config.load import load
 from lockstep.contracts import Batch
 from lockstep.data.loader import Loader
 from lockstep.engine import epochs, inference
-from lockstep.engine.first_loss import foreseen
+from lockstep.engine.first_loss import expected
 from lockstep.engine.parts import Parts
 from lockstep.engine.schedule import learning_rates
 from lockstep.errors import ConfigError
+from lockstep.runtime.group import Group
 from lockstep.runtime.reduce import Alone
 from tests.gates.training import FEW_ANSWERS, FEW_WORDS, flags, run
 
@@ -126,6 +127,6 @@ def test_what_is_foreseen_counts_weights_and_possible_ids(tmp_path: Path) -> Non
     batches = batch_of(parts)
     total = sum(float(batch.tensors["token_weights"].sum()) for batch in batches) / batches[0].weights["loss"]
     plain = math.log(257) + shape.hidden_size * 0.02**2 / 2
-    assert foreseen(parts.config, shape, batches, objective=parts.stepper.objective)[0] == pytest.approx(plain * total)
+    assert expected(parts.config, shape, batches, parts.stepper.objective, Group()) == pytest.approx(plain * total)
     bare = [batch._replace(tensors={"inputs": torch.zeros(1)}) for batch in batches]
-    assert foreseen(parts.config, shape, bare)[0] == pytest.approx(math.log(512) + shape.hidden_size * 0.02**2 / 2)
+    assert expected(parts.config, shape, bare, parts.stepper.objective, Group()) == pytest.approx(plain)

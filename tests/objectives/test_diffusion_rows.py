@@ -264,18 +264,6 @@ def test_training_noise_is_new_each_epoch_and_the_same_for_any_loader(table: Tab
     assert len({batch.tensors["inputs"].numpy().tobytes() for step in whole for batch in step}) == 60
 
 
-FIGURES = {"loss": 1.7, "accuracy": 0.4, **{f"loss_t_{bucket}": 1.0 + 0.15 * bucket for bucket in range(BUCKETS)}}
-
-
-def test_figures_that_cannot_be_are_told() -> None:
-    objective = made()
-    assert objective.suspicion(FIGURES) == ""
-    assert "leak" in objective.suspicion({**FIGURES, "accuracy": 0.98})
-    assert "divided" in objective.suspicion({**FIGURES, "loss": 3.356})
-    assert objective.suspicion({"loss": 3.3, "accuracy": 0.2}) == "", "too few rows to have every t"
-    assert made("answers").suspicion({**FIGURES, "accuracy": 0.99}) == "", "most of what follows a short answer is ends"
-
-
 def test_a_model_that_is_compiled_later_is_not_left_without_the_compiler() -> None:
     """A run that ends in a cut step, or with an error there, is followed by another in the same process."""
     from torch._dynamo import eval_frame

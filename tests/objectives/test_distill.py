@@ -299,24 +299,6 @@ def test_learning_lowers_every_term(histories: Histories) -> None:
         assert float(means[term].detach()) < first[term] - margin, term
 
 
-def test_guesses_count_what_is_alike(histories: Histories) -> None:
-    objective = made(histories)
-    batches = [objective.collate(rows_of(range(*cut)), DRAW) for cut in ((0, 10), (10, 30))]
-    told = objective.guesses(batches)
-    actions = torch.cat([objective.windows(batch)[1].flatten() for batch in batches])
-    shares = actions.long().bincount().double() / len(actions)
-    assert told["action"] == (1.0, pytest.approx(1 / float(shares.square().sum())))
-    assert set(told) == {"action", "kind", "x", "y", "reward"} == set(SHAPE.said)
-    assert told["kind"][0] == 0.5
-    assert 1 < told["kind"][1] < 1.6  # nearly all lie inside
-    assert told["x"][0] == told["reward"][0] == 2.0
-    assert set(made(histories, terms={}).guesses(batches)) == {"action"}
-    brief = made(replace(histories, horizon=1))  # no step has an outcome that is told
-    batch = brief.collate(rows_of(range(10)), DRAW)
-    assert batch.weights["loss_dynamics"] == 0
-    assert set(brief.guesses([batch])) == {"action", "kind"}
-
-
 def test_text_is_refused(histories: Histories) -> None:
     with pytest.raises(ConfigError, match="histories, not from text"):
         made(histories).pack([], context_length=8, separator=0)

@@ -305,31 +305,3 @@ def test_a_tokenizer_without_a_mask_is_refused() -> None:
         build(MlmOptions()).with_vocabulary(bare)
     assert "wordpiece" in str(caught.value)
     assert made().columns == MlmOptions.columns_of("masked")
-
-
-# ----------------------------------------------------------------------------------------------------------- suspicion
-
-HEALTHY = {"accuracy": 0.634, "accuracy_masked": 0.605, "accuracy_random": 0.52, "accuracy_kept": 0.95}
-
-
-@pytest.mark.parametrize(
-    ("measures", "said"),
-    [
-        (HEALTHY, ""),
-        ({**HEALTHY, "accuracy": 0.0, "accuracy_masked": 0.0, "accuracy_random": 0.0, "accuracy_kept": 0.0}, ""),
-        ({"loss": 3.0}, ""),
-        ({**HEALTHY, "accuracy": 0.92}, "merely copied"),
-        ({**HEALTHY, "accuracy": 0.98}, "leak"),
-        ({**HEALTHY, "accuracy_masked": 0.99}, "leak"),
-    ],
-)
-def test_accuracies_that_cannot_be_are_told(measures: dict[str, float], said: str) -> None:
-    found = made().suspicion(measures)
-    assert said in found
-    assert bool(found) == bool(said)
-
-
-def test_shares_that_are_not_used_are_not_expected() -> None:
-    """All [MASK]: the other accuracies are 0 of 0."""
-    objective = made(masked_share=1.0, random_share=0.0)
-    assert objective.suspicion({**HEALTHY, "accuracy": 0.605, "accuracy_random": 0.0, "accuracy_kept": 0.0}) == ""

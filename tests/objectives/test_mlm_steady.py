@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.contracts import Batch, Draw
-from lockstep.engine import first_loss, graphs
+from lockstep.engine import graphs
 from lockstep.engine import replay as replaying
 from lockstep.errors import NonFiniteError
 from lockstep.health.finding import from_json
@@ -100,11 +100,6 @@ def test_loss_gradients_and_scores_are_the_same() -> None:
     spoilt = both()[1]
     spoilt.tensors["targets"][-1] = 5  # the control: a place that counts
     assert objective.loss(encoder, spoilt)["loss"].item() != pytest.approx(found[0][0].item(), rel=1e-6)
-
-
-def test_the_first_loss_is_foreseen_from_real_targets() -> None:
-    plain, steady = both()
-    assert first_loss._independent([steady]) == first_loss._independent([plain])
 
 
 # ------------------------------------------------------------------------------------------------------------- runs

@@ -22,6 +22,7 @@ from lockstep.objectives.diffusion import Diffusion
 from lockstep.objectives.options import DiffusionOptions
 from lockstep.sources import synthetic
 from tests.gates.training import run
+from tests.science import doubts
 from tests.science.test_mlm import chain
 
 LETTERS, LENGTH = synthetic.STATES, 32
@@ -99,12 +100,12 @@ def test_the_bound_of_who_knows_the_chain_is_its_entropy() -> None:
     by_time = [found[f"loss_t_{bucket}"] for bucket in range(10)]
     assert by_time == sorted(by_time), "the more is hidden, the less is known"
     assert np.mean(by_time) == pytest.approx(H, abs=0.02)
-    assert bound().suspicion(found) == ""
+    assert doubts.of_diffusion(found) == ""
 
     by_hidden = measured(oracle, bound(ByHidden), letters)
     assert not lands(by_hidden["loss"]), "C5"
     assert by_hidden["loss"] == pytest.approx(2 * H, abs=0.1)
-    assert "divided" in bound().suspicion(by_hidden)
+    assert "divided" in doubts.of_diffusion(by_hidden)
 
 
 SETTINGS: dict[str, Any] = {
@@ -132,18 +133,18 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.timeout(900)
 def test_800_steps_of_the_engine_land_on_the_entropy(tmp_path: Path) -> None:
     """C4 through the whole house: 1.6840 on a CPU, entropy 1.6523. C5: that model, divided by the hidden, 3.3666."""
-    parts, recorder = run(tmp_path, {**SETTINGS, "data.cache_dir": tmp_path / "cache"}, family="llada")
+    parts, _ = run(tmp_path, {**SETTINGS, "data.cache_dir": tmp_path / "cache"}, family="llada")
     assert parts.val_loss is not None
     print(f"bound {parts.val_loss:.4f}, entropy {H:.4f}")
     assert lands(parts.val_loss), parts.val_loss
-    assert not [kind for kind, _ in recorder.events if kind == "suspicion"]
+    assert doubts.of_diffusion(parts.measures) == ""
     stepper = parts.stepper
     stepper.objective = bound(ByHidden)
     batches = validation_batches(_validation(tmp_path), stepper.objective, micro_rows=64, rows=2048, seed=42)
     wrong = evaluate(stepper, batches)
     print(f"divided by the hidden {wrong['loss']:.4f}")
     assert wrong["loss"] > H + 1.4, "3.356 in science"
-    assert "divided" in bound().suspicion(wrong)
+    assert "divided" in doubts.of_diffusion(wrong)
 
 
 def _validation(folder: Path) -> Any:
@@ -156,9 +157,9 @@ def _validation(folder: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_engine_tells_of_tokens_that_are_not_hidden(tmp_path: Path) -> None:
-    """A leak reads far below the entropy within a few steps, and the run says so by itself."""
+    """A leak reads far below the entropy within a few steps."""
     few = {**SETTINGS, "training.max_steps": 60, "data.cache_dir": tmp_path / "cache"}
-    parts, recorder = run(tmp_path, few, family="llada", objective=Shown(DiffusionOptions(random_length_probability=0)))
+    parts, _ = run(tmp_path, few, family="llada", objective=Shown(DiffusionOptions(random_length_probability=0)))
     assert parts.val_loss is not None
     assert parts.val_loss < H - 0.02
-    assert [fields["text"] for kind, fields in recorder.events if kind == "suspicion"]
+    assert doubts.of_diffusion(parts.measures)

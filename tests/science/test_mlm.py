@@ -23,6 +23,7 @@ from lockstep.objectives.mlm import Mlm, build
 from lockstep.objectives.options import MlmOptions
 from lockstep.sources import synthetic
 from tests.gates.training import run
+from tests.science import doubts
 
 LETTERS, FIRST = synthetic.STATES, 5  # letters come after the special tokens
 LENGTH = 64
@@ -206,7 +207,7 @@ def test_a_short_training_comes_near_the_oracle() -> None:
     assert best.losses.mean() - 0.03 < found["loss"] < best.losses.mean() + 0.25, "below: the labels leak"
     assert best.correct.mean() - 0.06 < found["accuracy"] < best.correct.mean() + 0.01
     assert found["accuracy_random"] < found["accuracy_masked"] < found["accuracy_kept"]
-    assert objective.suspicion(found) == ""
+    assert doubts.of_masked_lm(found, MlmOptions()) == ""
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -220,7 +221,7 @@ def test_a_leak_is_found(fault: type[Mlm]) -> None:
     best = oracle(rows.columns["tokens"], honest.collate(rows, Draw(1, 0, 256)), MlmOptions())
     assert found["loss"] < best.losses.mean() - 0.03, "what C6 calls a leak"
     assert found["accuracy"] > 0.88
-    assert objective.suspicion(found)
+    assert doubts.of_masked_lm(found, MlmOptions())
 
 
 SETTINGS: dict[str, Any] = {
@@ -255,13 +256,13 @@ def test_400_steps_of_the_engine_land_on_the_oracle(tmp_path: Path) -> None:
     assert parts.val_loss is not None
     assert 1.0603 - 0.03 < parts.val_loss < 1.0603 + 0.10
     assert 0.634 - 0.03 < found["val_accuracy"] < 0.634 + 0.01
-    assert not [kind for kind, _ in recorder.events if kind == "suspicion"]
+    assert doubts.of_masked_lm(parts.measures, MlmOptions()) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_engine_tells_of_labels_on_all_tokens(tmp_path: Path) -> None:
-    """C7 through the whole house: the run says so by itself."""
+    """C7 through the whole house."""
     few = {**SETTINGS, "training.max_steps": 60, "data.cache_dir": tmp_path / "cache"}
-    _, recorder = run(tmp_path, few, family="mlm", objective=Unmasked(MlmOptions(), documents="masked"))
-    assert [fields["text"] for kind, fields in recorder.events if kind == "suspicion"]
+    parts, _ = run(tmp_path, few, family="mlm", objective=Unmasked(MlmOptions(), documents="masked"))
+    assert doubts.of_masked_lm(parts.measures, MlmOptions())

@@ -43,13 +43,11 @@ class Measured:
     checkpoint: Path
     rows: int
     measures: Mapping[str, float]
-    suspicion: str = ""  # why the measures cannot be right, if the objective says so
 
     def fields(self) -> dict[str, Any]:
         """For programs."""
-        said = {"suspicion": self.suspicion} if self.suspicion else {}
         plain = {name: value if math.isfinite(value) else None for name, value in self.measures.items()}
-        return {"checkpoint": str(self.checkpoint), "rows": self.rows, **plain, **said}
+        return {"checkpoint": str(self.checkpoint), "rows": self.rows, **plain}
 
     def lines(self) -> list[str]:
         """For people."""
@@ -61,7 +59,6 @@ class Measured:
             *(_line(name, value, " at most" if name in at_most else "") for name, value in plain.items()),
             *(["  loss of hidden tokens, by the share that is hidden"] if tenths else []),
             *(f"    {_tenth(name):<16} {value:,.4f}" for name, value in tenths.items()),
-            *([f"Warning: {self.suspicion}"] if self.suspicion else []),
         ]
 
 
@@ -124,8 +121,6 @@ def measure_run(path: Path) -> Measured:
     device = next(trained.model.parameters()).device
     named = precision.resolve(precision.for_measuring(options.precision), device)
     found = dict(evaluate(Judge(trained.model, objective, precision.Precision(named, device)), batches))
-    doubts = getattr(objective, "suspicion", None)
-    suspicion = doubts(found) if doubts else ""
     loss = found.pop("loss")
     try:
         perplexity = math.exp(loss)
@@ -136,7 +131,7 @@ def measure_run(path: Path) -> Measured:
     if isinstance(objective, Diffusion) and not objective.answers:
         tokens = prepared.validation.take(np.arange(rows))["tokens"].ravel()
         measures |= bits_per_byte(loss, tokens, prepared.tokenizer)
-    return Measured(trained.checkpoint, rows, {**measures, **found}, suspicion)
+    return Measured(trained.checkpoint, rows, {**measures, **found})
 
 
 def bits_per_byte(loss: float, tokens: Array, tokenizer: TokenizerFile) -> dict[str, float]:

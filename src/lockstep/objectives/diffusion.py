@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 PACK_TOKENS = 1 << 20  # tokens gathered before rows are cut
 BUCKETS = 10  # of t, in the report
-TOO_GOOD = 0.97  # no text is so predictable that a model may be this often right about what it cannot see
-TOO_FAR = 1.6  # the bound over the mean of the buckets: 1 but for noise, 2 if divided by the hidden tokens
 
 
 def build(options: DiffusionOptions, *, documents: str = "separated") -> Diffusion:
@@ -226,28 +224,6 @@ class Diffusion:
         for bucket, count in enumerate(counts):
             sums[f"loss_t_{bucket}"] = Sum(totals[bucket], count)
         return sums
-
-    def suspicion(self, measures: Mapping[str, float]) -> str:
-        """What is wrong with the figures of an evaluation, if they cannot be masked diffusion's; else ''.
-
-        The bound is the mean over t of the cross-entropies at t: the buckets must say what it says. Of answers neither
-        holds: each counts as one, and most of what follows a short one are sure ends.
-        """
-        if self.answers:
-            return ""
-        accuracy, bound = measures.get("accuracy", math.nan), measures.get("loss", math.nan)
-        if accuracy >= TOO_GOOD:
-            return (
-                f"{accuracy:.1%} of the hidden tokens are right, too many for tokens that cannot be seen: they leak "
-                "into the input, or the text repeats itself"
-            )
-        mean = sum(measures.get(f"loss_t_{bucket}", math.nan) for bucket in range(BUCKETS)) / BUCKETS
-        if mean > 0 and not 1 / TOO_FAR < bound / mean < TOO_FAR:
-            return (
-                f"the bound is {bound:.3f}, but the mean of its parts over t {mean:.3f}: it is divided by something "
-                "else than all tokens, or there are too few validation rows (objective.eval_draws)"
-            )
-        return ""
 
     def logit_bias(self, model: nn.Module) -> Tensor:
         """(V,) what is added to all logits: -inf forbids the mask and the rows that no token has."""

@@ -168,27 +168,6 @@ class Distill:
         outcome = {"x": after // about.size, "y": after % about.size, "reward": rewards}
         return {name: value.masked_fill(~told, UNKNOWN) for name, value in outcome.items()}
 
-    def guesses(self, batches: Sequence[Batch]) -> dict[str, tuple[float, float]]:
-        """Of each answer of the model: its coefficient, and how many targets count where all steps look alike.
-
-        To random weights they do: what is guessed of one step is guessed of all, and n targets of one kind are one.
-        """
-        targets: dict[str, list[Tensor]] = {}
-        for batch in batches:
-            which, places = batch.tensors["histories"].numpy()[:, None], self._places(batch).numpy()
-            steps = torch.from_numpy(self.histories.steps[:, which, places])
-            found = {"action": steps[1].long()}
-            found |= {"kind": self._kinds(batch)} if KIND in self.terms else {}
-            found |= self._outcome(steps) if OUTCOME in self.terms else {}
-            for name, values in found.items():
-                targets.setdefault(name, []).append(values[values != UNKNOWN])
-        coefficients = {"action": self.terms[ACTION], "kind": self.terms.get(KIND, 0.0)}
-        return {
-            name: (coefficients.get(name, self.terms.get(OUTCOME, 0.0)), _different(values))
-            for name, values in ((name, torch.cat(parts)) for name, parts in targets.items())
-            if len(values)  # of episodes of one step no outcome is told
-        }
-
     def sample(self, model: nn.Module, prompt: list[int], options: SampleOptions) -> list[int]:
         """An agent does not speak, it walks."""
         del model, prompt, options

@@ -55,10 +55,8 @@ CHANNELS = ("masked", "random", "kept")  # what became of a chosen token
 APART = ("masked", "padded")  # documents that do not see each other
 PURPOSE = 0x6D6C6D  # so that no other hash of the same numbers is this one
 SECOND = np.uint64(0xA5A5_5A5A_C3C3_3C3C)  # the second draw of a place
-TOO_GOOD = 0.97  # no text is so predictable that a model may be this often right about what it cannot see
 ROOM_STEP, ROOM_SPREADS = 16, 6  # places are made in such steps, for so many standard deviations more than usual
 NO_CHANNEL = 255  # of a place that is none
-FAR_FROM_SHARES = 0.15  # of the accuracy the channels and their shares give
 
 
 def build(options: MlmOptions, *, documents: str = "separated") -> Mlm:
@@ -263,36 +261,6 @@ class Mlm:
         for name, among, count in zip(CHANNELS, which, counts, strict=True):
             sums[f"accuracy_{name}"] = Sum((correct_M & among).sum(), count)
         return sums
-
-    def suspicion(self, measures: Mapping[str, float]) -> str:
-        """What is wrong with the accuracies of an evaluation, if they cannot be masked-LM's; else ''.
-
-        Known causes: labels on tokens that nobody chose (most are then copied from the input), hidden tokens that are
-        not hidden, a model that sees its targets.
-        """
-        overall, hidden = measures.get("accuracy", math.nan), measures.get("accuracy_masked", math.nan)
-        for what, accuracy in (("of the predicted tokens", overall), ("of the [MASK]s", hidden)):
-            if accuracy >= TOO_GOOD:
-                return (
-                    f"{accuracy:.1%} {what} are right, too many for tokens that cannot be seen: labels leak into the "
-                    "input, or the text repeats itself"
-                )
-        shares = (
-            self.options.masked_share,
-            self.options.random_share,
-            1 - self.options.masked_share - self.options.random_share,
-        )
-        expected = sum(
-            share * measures.get(f"accuracy_{name}", math.nan)
-            for name, share in zip(CHANNELS, shares, strict=True)
-            if share > 1e-9
-        )
-        if overall - expected > FAR_FROM_SHARES:
-            return (
-                f"{overall:.1%} of the predicted tokens are right, but {expected:.1%} would be if only chosen tokens "
-                "were predicted: there are labels on tokens that are merely copied"
-            )
-        return ""
 
     def _numbered(self, inputs_BL: Tensor) -> Tensor | None:
         """The documents of each row, from 1 on; 0 is padding. Special tokens are never chosen, so they still say it."""
