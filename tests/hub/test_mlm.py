@@ -72,16 +72,18 @@ def test_a_dataset_that_cannot_be_had_is_named_and_not_replaced(in_dir: Path, lo
     assert "training on imdb" in ended.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_stream_never_asks_for_the_whole(in_dir: Path, loopback: LoopbackHub, door: Run, streaming: bool) -> None:
-    """Item 87: bytes that were sent, of one large file; the download is the control."""
+    """Item 87: bytes that were sent, of one large file, and parts alone were asked for; the download is the control."""
     lines = "\n".join(json.dumps({"text": corpora.text(number, sentences=60)}) for number in range(3000))
     loopback.add("someone/stories", {"train.jsonl": lines})
     words = ("--dataset", "someone/stories", "--streaming", str(streaming), "--max-samples", "200", *QUICK)
     ended = door(SCRIPT, *words)
     assert ended.code == 0, ended.text
     assert (loopback.sent_bytes < len(lines) / 2) == streaming
+    asked = [each for each in loopback.asked if each.method == "GET" and each.path.endswith("/train.jsonl")]
+    assert asked
+    assert all(each.range for each in asked) == streaming
 
 
 def torchrun(loopback: LoopbackHub, folder: Path, *words: str) -> subprocess.Popen[str]:
