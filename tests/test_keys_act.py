@@ -90,7 +90,7 @@ ELSEWHERE: dict[str, str] = {
     "training.max_steps": "test_max_steps_is_exact",
     "data.data_path": "test_each_kind_of_file_becomes_rows",
     "data.text_column": "test_what_changes_the_key_and_what_does_not",
-    "data.streaming": "test_nothing_is_read_beyond_the_rows_a_run_needs",
+    "data.streaming": "test_a_stream_fetches_only_what_is_asked_for",
     "data.tokenizer_name": "test_a_model_folder_brings_its_tokenizer",
     "data.tokenizer_vocab_size": "test_what_changes_the_key_and_what_does_not",
     "data.num_workers": "test_the_loader_works_ahead_as_told",
@@ -211,9 +211,9 @@ def test_models_are_built_as_asked() -> None:
 
 
 def test_the_loader_is_built_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(device: torch.device, *, whole: bool = True, **settings: Any) -> tuple[int, int, bool]:
+    def told(device: torch.device, **settings: Any) -> tuple[int, int, bool]:
         plan = build.plan(loaded({"training.precision": "fp32", **{f"data.{k}": v for k, v in settings.items()}}), CPU)
-        rows: Any = SimpleNamespace(train=SimpleNamespace(is_whole=whole))
+        rows: Any = SimpleNamespace(train=None)
         made: Any = build.make_loader(replace(plan, device=device), rows, start_step=3)
         assert (made["start_step"], made["micro_rows"]) == (3, 4)
         return made["workers"], made["prefetch"], made["pin"]
@@ -224,7 +224,6 @@ def test_the_loader_is_built_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(GPU, num_workers=3, prefetch_factor=7) == (3, 7, True)
     assert told(GPU, pin_memory=False) == (1, 2, False)
     assert told(CPU) == (0, 2, False), "nothing to pin for, and rows are cut sooner than handed over"
-    assert told(CPU, whole=False) == (1, 2, False), "a stream"
     assert told(CPU, num_workers=1) == (1, 2, False)
 
 

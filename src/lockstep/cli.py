@@ -105,11 +105,13 @@ def resume(arguments: Namespace, settings: list[Setting]) -> int:
     from lockstep.api import check_fits
     from lockstep.config.load import load_run
     from lockstep.home import find_run, root_of, saved_identity
+    from lockstep.rundir import refuse_streamed
     from lockstep.runtime.devices import check_asked
 
     path = find_run(arguments.run)
     told = [*settings, ("checkpoint.resume", str(path))]
     loaded = load_run(root_of(path), told, since=saved_identity(path))
+    refuse_streamed(root_of(path), loaded.family)
     check_fits(loaded)
     check_asked(loaded.config.system)
     return _start(loaded, arguments)

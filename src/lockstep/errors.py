@@ -35,7 +35,6 @@ class LockstepError(Exception):
 
     exit_code: ExitCode = ExitCode.FAILED
     secondary = False  # of a worker that ends because another one did
-    between_steps = False  # no rows to go on with: what was done so far is whole on every rank, and can be saved
 
     def __init__(self, what: str, *, where: str = "", hint: str = "", exit_code: ExitCode | None = None) -> None:
         super().__init__(what)

@@ -23,7 +23,7 @@ from lockstep.comparing import facts_of, pairs
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
-from lockstep.rundir import MANIFEST, RunDir
+from lockstep.rundir import MANIFEST, RunDir, refuse_streamed
 from lockstep.runtime import env, owner
 from lockstep.runtime.scrub import scrubber
 
@@ -108,6 +108,7 @@ def find(path: Path, steps: int | None) -> Task:
         raise ConfigError(f"{steps}, the checkpoint has only {last} behind it", where="--steps", hint=f"1 to {last}")
     latest, since = last - (steps or 1), _changed_at(run, last)
     about = resume.read_about(target)
+    refuse_streamed(run.root, str(about["family"]))
     others = [base for base in checkpoint.Checkpointer(run.checkpoints).found() if base.resolve() != target.resolve()]
     for base in reversed(others):
         if since <= _number(base) <= latest and checkpoint.is_good(base):

@@ -357,6 +357,15 @@ def refuse_export(folder: Path) -> None:
         raise ConfigError("is an export for other programs, and no run", where=str(folder), hint=hint)
 
 
+def refuse_streamed(run: Path, family: str) -> None:
+    """A run whose dataset grew while it trained: nobody makes its rows in their order again. `stream` lies in it."""
+    if (run / "stream").is_dir():
+        name = f"{run.resolve().name}-anew"
+        anew = shlex.join(["lockstep", "train", family, "--config", str(run / CONFIG), "--name", name])
+        what = "its dataset grew while it trained, and such rows are not made any more (sample and export still work)"
+        raise ConfigError(what, where=str(run), hint=anew)
+
+
 def sweep(folder: Path) -> list[str]:
     """Remove what unfinished publishing left behind; returns the names. Call it only under the owner's lock."""
     leftovers = sorted(folder.glob("*.tmp-*")) if folder.is_dir() else []

@@ -368,29 +368,27 @@ def test_clean_removes_only_what_we_made(tmp_path: Path) -> None:
     open_or_build(KEY, [root], fill)
     files = {
         "notes.txt", "d41d8cd98f00b204e9800998ecf8427e.pt", "d41d8cd98f00b204e9800998ecf8427e.lock", "stdin-notes.txt",
-        f"stdin-{16 * '0'}.txt", f"{KEY}.txt", f"{KEY}.stream.txt", "lockstep-hub.json.bak",
+        f"stdin-{16 * '0'}.txt", f"{KEY}.txt", f"{KEY}.parts.txt", "lockstep-hub.json.bak",
     }  # fmt: skip
     for name in files:
         (root / name).write_text("theirs", encoding="utf-8")
     (root / ("0" * 40)).mkdir()  # a folder of such a name without our manifest
     (root / ("1" * 40)).symlink_to(outside)
-    ours = {cache.MEMO, "lockstep-hub.json", "lockstep-hub.json.lock", f"{KEY}.stream.json", f"{KEY}.checked"}
-    ours.add(f"{KEY}.builder.tmp-note")
+    ours = {cache.MEMO, "lockstep-hub.json", "lockstep-hub.json.lock", f"{KEY}.checked", f"{KEY}.builder.tmp-note"}
     for name in ours:
         (root / name).write_text("{}", encoding="utf-8")
-    for name in (f"{KEY}.tmp-dead", f"{KEY}.chunks", f"{'2' * 40}.chunks"):
+    for name in (f"{KEY}.tmp-dead", f"{KEY}.parts", f"{'2' * 40}.parts"):
         (root / name / "000001").mkdir(parents=True)
     removed = clean(root)
-    assert {KEY, f"{KEY}.tmp-dead", f"{KEY}.chunks", f"{'2' * 40}.chunks"} | ours <= set(removed)
+    assert {KEY, f"{KEY}.tmp-dead", f"{KEY}.parts", f"{'2' * 40}.parts"} | ours <= set(removed)
     assert {path.name for path in root.iterdir()} == files | {"0" * 40, "1" * 40}
     assert outside.is_dir()
     assert clean(tmp_path / "nowhere") == []
 
 
-def test_clean_leaves_a_stream_that_is_being_added_to(tmp_path: Path) -> None:
-    open_or_build(KEY, [tmp_path], fill)
-    (tmp_path / f"{KEY}.chunks" / "000001").mkdir(parents=True)
-    with FileLock(tmp_path / f"{KEY}.stream.lock"):
+def test_clean_leaves_what_is_being_fetched(tmp_path: Path) -> None:
+    (tmp_path / f"{KEY}.parts" / "000001").mkdir(parents=True)
+    with FileLock(tmp_path / f"{KEY}.lock"):
         assert clean(tmp_path) == []
-    assert {KEY, f"{KEY}.chunks"} <= set(clean(tmp_path))
+    assert f"{KEY}.parts" in clean(tmp_path)
     assert list(tmp_path.iterdir()) == []

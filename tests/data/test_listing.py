@@ -13,7 +13,6 @@ import pytest
 
 from lockstep.data.cache import entries, key_of, open_or_build
 from lockstep.data.listing import _age, _short, describe
-from lockstep.rundir import publishing
 from tests.data.small_cache import KEY, fill
 
 
@@ -30,21 +29,10 @@ def described(meta: dict[str, object]):
 META = {"source": "text", "rows": {"train": 12_000, "validation": 345}, "tokens": {"train": 1_200_000, "validation": 0}}
 
 
-def add_chunk(root: Path, key: str, number: int, *, last: bool) -> None:
-    """A chunk of a stream beside its cache."""
-    with publishing(root / f"{key}.chunks" / f"{number:06d}") as folder:
-        chunk = {
-            "number": number,
-            "start": [0, 0],
-            "end": [0, 1],
-            "documents": 1,
-            "rows": 5,
-            "tokens": 70,
-            "last": last,
-        }
-        (folder / "chunk.json").write_text(json.dumps(chunk), encoding="utf-8")
-        (folder / "rows").mkdir()
-        (folder / "rows" / "rows.json").write_text("{}", encoding="utf-8")
+def add_parts(root: Path, key: str) -> None:
+    """What a build that was killed has fetched."""
+    (root / f"{key}.parts" / "00000").mkdir(parents=True)
+    (root / f"{key}.parts" / "00000" / "000000").write_bytes(bytes(5000))
 
 
 def test_a_table_says_what_how_much_and_how_old(tmp_path: Path) -> None:
@@ -87,33 +75,20 @@ def test_every_byte_is_checked_when_asked(tmp_path: Path) -> None:
     assert describe([tmp_path])[1] == 0  # a look is no check
 
 
-def test_a_stream_is_shown_with_its_chunks(tmp_path: Path) -> None:
-    open_or_build(KEY, [tmp_path], described({**META, "stream": {"head": {"last": False}}}))
-    assert describe([tmp_path])[0][1].endswith("1 chunks so far")
-    add_chunk(tmp_path, KEY, 1, last=False)
-    assert describe([tmp_path])[0][1].endswith("2 chunks so far")
-    assert "12,350" in describe([tmp_path])[0][1]
-    add_chunk(tmp_path, KEY, 2, last=True)
-    lines, damaged = describe([tmp_path], verify=True)
-    assert lines[1].endswith("whole")
-    assert damaged == 0
-    (tmp_path / f"{KEY}.chunks" / "000001" / "rows" / "rows.json").write_text("[]", encoding="utf-8")
-    lines, damaged = describe([tmp_path], verify=True)
-    assert damaged == 1
-    assert "000001" in lines[3]
-
-
-def test_remains_are_shown_too(tmp_path: Path) -> None:
-    add_chunk(tmp_path, KEY, 1, last=False)  # the cache they belong to is gone
+def test_what_was_not_finished_is_shown_too(tmp_path: Path) -> None:
+    """A build that goes on with what it has fetched is no damage; a folder that nothing describes is."""
+    add_parts(tmp_path, KEY)
     (tmp_path / ("3" * 40)).mkdir()
     (tmp_path / "notes").mkdir()
-    assert [entry.state for entry in entries(tmp_path)] == ["remains"] * 2
-    assert describe([tmp_path], verify=True)[1] == 2
+    assert {entry.key: (entry.state, entry.bytes) for entry in entries(tmp_path)} == {
+        KEY: ("unfinished", 5000), "3" * 40: ("remains", 0),
+    }  # fmt: skip
+    lines, damaged = describe([tmp_path], verify=True)
+    assert damaged == 1
+    assert f"  {tmp_path / KEY}.parts" in lines
 
 
-@pytest.mark.parametrize(
-    "meta", [{"rows": 3, "tokens": [1]}, {"source": None, "stream": 7}, {"stream": {"head": 1}, "made_of": 3}]
-)
+@pytest.mark.parametrize("meta", [{"rows": 3, "tokens": [1]}, {"source": None}, {"made_of": 3}])
 def test_a_strange_description_is_no_obstacle(tmp_path: Path, meta: dict[str, object]) -> None:
     open_or_build(KEY, [tmp_path], described(meta))
     assert len(describe([tmp_path])[0]) == 3
@@ -131,23 +106,16 @@ def test_ages_are_short(seconds: float, shown: str) -> None:
     assert _age(seconds) == shown
 
 
-def test_what_is_being_written_is_not_counted_and_may_vanish(tmp_path: Path) -> None:
-    """Somebody builds and streams here while we look: nothing fails, and a chunk that comes is no damage."""
-    open_or_build(KEY, [tmp_path], described({**META, "stream": {"head": {"last": False}}}))
-    staged = tmp_path / f"{KEY}.chunks" / "000001.tmp-1"
-    add_chunk(tmp_path, KEY, 1, last=False)
-    (tmp_path / f"{KEY}.chunks" / "000001").rename(staged)
-    lines, damaged = describe([tmp_path], verify=True)
-    assert (lines[1].split()[-4:], damaged) == (["1", "chunks", "so", "far"], 0)
+def test_what_is_being_written_may_vanish(tmp_path: Path) -> None:
+    """Somebody builds and fetches here while we look: nothing fails."""
+    open_or_build(KEY, [tmp_path], described(META))
     over = threading.Event()
 
     def work() -> None:
         while not over.is_set():
             shutil.rmtree(tmp_path / KEY)
-            shutil.rmtree(staged, ignore_errors=True)
+            add_parts(tmp_path, KEY)
             open_or_build(KEY, [tmp_path], described(META))
-            add_chunk(tmp_path, KEY, 1, last=False)
-            (tmp_path / f"{KEY}.chunks" / "000001").rename(staged)
 
     worker = threading.Thread(target=work)
     worker.start()

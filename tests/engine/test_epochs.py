@@ -10,24 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lockstep.config.load import from_dict, load, load_run, to_dict
-from lockstep.engine import loop, streaming
-from lockstep.engine.build import plan
+from lockstep.engine import loop
 from lockstep.engine.epochs import Epochs
-from lockstep.engine.prepare import prepare
 from lockstep.engine.progress import Progress
 from lockstep.engine.train import go_on_from_the_end
 from lockstep.errors import LockstepError
 from lockstep.rundir import RunDir, write_json
-from lockstep.runtime.group import Group
-from tests.engine.streams import write_text
-from tests.gates.training import FEW_DOCUMENTS, Recorder, flags, run
-from tests.ranks.conftest import ranks
-from tests.ranks.pool import Pool
-
-__all__ = ["ranks"]
+from tests.gates.training import FEW_DOCUMENTS, Recorder, run
 
 ROWS = 3  # of a batch
 MLM: dict[str, Any] = {
@@ -44,7 +35,7 @@ def told(recorder: Recorder, kind: str) -> list[dict[str, Any]]:
 
 
 def epochs_of(rows: int, batch_rows: int, asked: str, limit: int = 10**7) -> Epochs:
-    return Epochs(Fraction(asked), SimpleNamespace(rows=rows), batch_rows, limit, rows)  # pyright: ignore[reportArgumentType]
+    return Epochs(Fraction(asked), rows, batch_rows, limit)
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
@@ -66,13 +57,12 @@ def test_an_epoch_ends_with_the_step_that_takes_its_last_row(
 ) -> None:
     epochs = epochs_of(rows, batch_rows, asked)
     steps = max(ends)
-    assert epochs.steps_after(0) == steps == max(1, math.ceil(Fraction(asked) * rows / batch_rows))
+    assert epochs.steps == steps == max(1, math.ceil(Fraction(asked) * rows / batch_rows))
     assert {done: epochs.finished_after(done) for done in range(1, steps + 1) if epochs.ends(done)} == ends
-    assert [epochs.is_over(done) for done in range(steps + 1)] == [False] * steps + [True]
 
 
 def test_decimal_fractions_are_taken_at_their_word() -> None:
-    assert epochs_of(10, 1, "0.3").steps_after(0) == 3, "not 4, which 0.3 as a binary fraction would be"
+    assert epochs_of(10, 1, "0.3").steps == 3, "not 4, which 0.3 as a binary fraction would be"
 
 
 def test_a_limit_ends_the_run_in_the_middle() -> None:
@@ -260,61 +250,3 @@ def test_counts_of_an_older_checkpoint_can_be_read() -> None:
     assert progress.train_losses == [1.0]
     assert Progress.from_state_dict(progress.state_dict()) == progress
     assert progress.state_dict()["train_losses"] is not progress.train_losses
-
-
-# -------------------------------------------------------------------------------------------------------------- streams
-
-
-@pytest.fixture
-def stream(in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A text whose head is a third of it."""
-    for name, characters in (("HEAD", 4_000), ("FIRST", 1_000), ("LARGEST", 2_000)):
-        monkeypatch.setattr(streaming, f"{name}_CHARACTERS", characters)
-    write_text(in_dir, 20)
-    monkeypatch.setenv("DATASET_CACHE_DIR", str(in_dir / "cache"))
-    return {
-        **MLM, "data.dataset_name": "text", "data.data_path": str(in_dir / "stories.jsonl"), "data.streaming": True,
-        "training.context_length": 32, "training.batch_size": 6, "training.epochs": 2, "debug.digest_interval": 1,
-    }  # fmt: skip
-
-
-def stream_on_rank(group: Group, folder: Path, settings: dict[str, Any], point: Path | None = None) -> Any:
-    parts, recorder = run(folder, settings, family="mlm", group=group, point=point)
-    return recorder.trace, told(recorder, "epoch"), parts.rows, parts.config.training.max_steps
-
-
-@pytest.mark.ranks
-def test_a_stream_ends_when_its_epochs_are_over_on_all_ranks_and_after_a_resume(
-    in_dir: Path, stream: dict[str, Any], ranks: Pool
-) -> None:
-    """The horizon is wrong on purpose: four times as many documents are allowed as there are."""
-    settings = {**stream, "data.max_train_samples": 80, "training.batch_size": 3, "training.save_interval": 5}
-    settings["checkpoint.keep_last"] = 100
-    planned = plan(load("mlm", preset="tiny", flags=flags(settings)), torch.device("cpu"))
-    prepare(planned.config, planned.objective, vocab_limit=planned.shape.vocab_size)  # ranks know the sizes by it
-    first, second = ranks(2, stream_on_rank, in_dir / "whole", settings)
-    trace, epochs, rows, horizon = first
-    strip = [{**event, "seconds": 0} for event in epochs]
-    assert (second[0], [{**event, "seconds": 0} for event in second[1]]) == (trace, strip)
-    ends = [math.ceil(number * rows / 6) for number in (1, 2)]
-    assert [event["step"] for event in epochs] == ends
-    assert len(trace) == ends[-1] < horizon, "the learning rate was planned for more"
-    point = in_dir / "whole" / "checkpoints" / "step_00000005"
-    again, _ = ranks(2, stream_on_rank, in_dir / "again", {**settings, "training.save_interval": 0}, point)
-    assert again[0] == trace[5:]
-
-
-def test_a_stream_that_is_longer_than_expected_goes_on_at_the_last_rate(in_dir: Path, stream: dict[str, Any]) -> None:
-    """The head has the long documents, so that the estimate is too low."""
-    lines = (in_dir / "stories.jsonl").read_text(encoding="utf-8").splitlines()
-    short = '{"text": "a dog, a cat and a bird"}'
-    (in_dir / "stories.jsonl").write_text("\n".join([short] * 120 + lines), encoding="utf-8")
-    settings = {**stream, "data.max_train_samples": 150, "training.epochs": 1, "data.min_words": 1}
-    parts, recorder = run(in_dir / "run", settings, family="mlm")
-    horizon, steps = parts.config.training.max_steps, math.ceil(parts.rows / 6)
-    assert horizon < len(recorder.records) == steps
-    rates = [record.lr for record in recorder.records]
-    assert set(rates[horizon - 1 :]) == {rates[horizon - 1]}
-    assert recorder.records[-1].eta_seconds == 0
-    (epoch,) = told(recorder, "epoch")
-    assert (epoch["step"], epoch["max_steps"]) == (steps, steps)

@@ -161,7 +161,6 @@ def test_again_is_nothing_and_other_content_is_never_touched(make: Cli, text: Pa
 
 def test_what_is_not_for_windows(lockstep: Cli, make: Cli) -> None:
     assert "for the family llada, not llama" in lockstep("prepare", "llama", "tiny", "--to", "w").err
-    assert "data.streaming=false" in make("w", "data.streaming=true").err
 
 
 # ---------------------------------------------------------------------------------------------------- training on it

@@ -124,6 +124,7 @@ def test_a_hub_that_sends_whole_files_is_stopped_before_it_does(in_dir: Path, lo
     size = 32 << 20  # far more than the buffers between the two
     loopback.add("acme/big", {"train.jsonl": json.dumps({"text": "x" * size})})
     source = hf.build(options("acme/big", streaming=True))
+    source.fetch_to(Path("parts"))
     loopback.fail("acme/big", Fault("deaf"))
     loopback.forget()
     with pytest.raises(NotFoundError, match="does not serve parts of files") as caught:

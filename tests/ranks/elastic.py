@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from lockstep.contracts import Batch
-from lockstep.engine import checkpoint
+from lockstep.engine import checkpoint, loop
 from lockstep.engine.parts import Parts
 from lockstep.engine.step import Pending, Stepper
 from lockstep.errors import Stopped
@@ -60,7 +60,6 @@ def leg(group: Group, folder: Path, settings: Mapping[str, Any], family: str, po
     seen: dict[tuple[int, int], str] = {}
     launch = Stepper.launch
     enough = Stopped("stopped between two steps")
-    enough.between_steps = True
 
     def noting(self: Stepper, step: int, batches: Sequence[Batch]) -> Pending:
         if step == until:
@@ -76,6 +75,8 @@ def leg(group: Group, folder: Path, settings: Mapping[str, Any], family: str, po
         except Stopped as stopped:
             if stopped is not enough:
                 raise
+            assert isinstance(recorder.parts, Parts)
+            loop.save(recorder.parts, "interrupted")
     parts = recorder.parts
     assert isinstance(parts, Parts)
     numbers = [(record.step, record.loss.hex(), record.grad_norm.hex()) for record in recorder.records]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.contracts import Batch, Draw, Rows
-from lockstep.data.cache import Table
+from lockstep.data import loader
 from lockstep.data.order import Order
 from lockstep.objectives.causal import Causal
 from lockstep.runtime.group import Group
@@ -51,8 +51,8 @@ def watch(
         **SMALL, "training.batch_size": 1, "training.grad_accum_nums": ROWS // group.world,
         "training.max_steps": steps, "data.num_workers": group.rank % 2, "checkpoint.allow_mismatch": True,
     }  # fmt: skip
-    own: Any = lambda table, seed: Order(table.rows, seed + group.rank)  # noqa: E731 - the mistake of the control
-    with mock.patch.object(Table, "order", own if own_order else Table.order):
+    own: Any = lambda rows, seed: Order(rows, seed + group.rank)  # noqa: E731 - the mistake of the control
+    with mock.patch.object(loader, "Order", own if own_order else Order):
         parts, _ = run(folder, settings, point=point, group=group, objective=objective)
     seen = [Seen(position, group.rank, epoch, row) for position, (epoch, row) in objective.trained.items()]
     return seen, parts.rows

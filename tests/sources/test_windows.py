@@ -170,13 +170,11 @@ def test_a_header_made_to_hurt_is_one_message(tmp_path: Path, header: bytes | No
     assert caught.value.where.endswith("train_data.npy")
 
 
-def test_nothing_is_unpickled_and_nothing_streamed(tmp_path: Path) -> None:
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
     folder = write(tmp_path / "w", train_data=None)
     np.save(folder / "train_data.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match=r"not a readable \.npy file"):
         check_folder(folder)
-    with pytest.raises(ConfigError, match="nothing to wait for"):
-        rows(write(tmp_path / "v"), streaming=True)
 
 
 def test_a_large_file_takes_little_memory(tmp_path: Path) -> None:

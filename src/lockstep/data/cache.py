@@ -8,7 +8,7 @@
     <key>.lock                  held while building; the kernel frees it with its process
     <key>.builder               who holds it and how far that one is, for those who wait; touched as work goes on
     <key>.checked               size, times and sampled hash of each file when its whole content was last found good
-    <key>.chunks/ .stream.*     the rest of a stream (data/stream.py)
+    <key>.parts/                what a build has fetched of remote files so far: one that was killed goes on with it
 
 The content is a pure function of the key, so building twice gives the same bytes. A ragged column fits in beside the
 others: its values flat in <column>.npy of shape (total,), and <column>.offsets.npy of shape (rows + 1,) to cut them by.
@@ -28,12 +28,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from lockstep.data.builders import building, read_json
-from lockstep.data.order import Order
 from lockstep.errors import DataError, LockstepError, OutputError
 from lockstep.rundir import MANIFEST, io_error, publishing, verify, write_json
 from lockstep.runtime.later import numpy as np
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 KEY_LENGTH = 40  # longer than the md5 names of other people's caches
 KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
-BESIDE = r"(\.lock|\.builder|\.checked|\.chunks|\.stream\.lock|\.stream\.json|\.readers\.lock)?(\.tmp-[\w-]+)?"
+BESIDE = r"(\.lock|\.builder|\.checked|\.parts)?(\.tmp-[\w-]+)?"
 OURS = re.compile(rf"{KEY.pattern}(?P<beside>{BESIDE})")
 SPLITS = ("train", "validation")
 REQUIRED = ("meta.json", "tokenizer.json", *(f"{split}/rows.json" for split in SPLITS))
@@ -61,8 +60,6 @@ SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096
 class Table:
     """The rows of one split: named columns of equal length, read from disk as they are touched."""
 
-    is_whole = True  # all rows are there
-
     def __init__(self, folder: Path) -> None:
         try:
             described = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
@@ -76,18 +73,6 @@ class Table:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"not a readable table: {error}", where=str(folder)) from error
         self._plain = {name: np.asarray(column) for name, column in self.columns.items()}  # memmap indexing is slow
-
-    @property
-    def epoch_rows(self) -> int:
-        """Rows of one epoch."""
-        return self.rows
-
-    def order(self, seed: int) -> Order:
-        """The order its rows are trained in."""
-        return Order(self.rows, seed)
-
-    def close(self) -> None:
-        """Nobody ever waits for a row of this table."""
 
     @property
     def row_bytes(self) -> int:
@@ -214,10 +199,15 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(top, name) for name in names if ".tmp-" not in name)
 
 
-def _sizes(*folders: Path) -> Iterator[int]:
-    for path in (path for folder in folders for path in _files(folder)):
+def _sizes(folder: Path) -> Iterator[int]:
+    for path in _files(folder):
         with contextlib.suppress(FileNotFoundError):
             yield path.stat().st_size
+
+
+def parts_folder(root: Path, key: str) -> Path:
+    """Where a build keeps what it has fetched, until the cache is whole."""
+    return root / f"{key}.parts"
 
 
 def find(key: str, roots: Iterable[Path], *, level: int = logging.WARNING) -> tuple[Path | None, str]:
@@ -258,6 +248,7 @@ def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) ->
             with publishing(root / key, alive) as folder:
                 build(folder)
             check(root / key, full=True)
+            shutil.rmtree(parts_folder(root, key), ignore_errors=True)
     except OSError as error:
         what = f"the dataset cache is damaged ({damage}) and" if damage else "the dataset cache"
         hint = "data.cache_dir=DIR or DATASET_CACHE_DIR=DIR, a folder you can write to"
@@ -280,55 +271,36 @@ class Entry:
 
     key: str
     folder: Path
-    bytes: int  # with the chunks of a stream
+    bytes: int
     age_seconds: float
     meta: Mapping[str, Any]  # as in meta.json; empty if that is damaged
-    chunks: tuple[Mapping[str, Any], ...] = ()  # of a stream, as each describes itself; the first lies in `folder`
 
     @property
     def state(self) -> str:
-        """`whole`, or what there is of it."""
-        if not (self.folder / MANIFEST).is_file():
-            return "remains"
-        stream: Any = self.meta.get("stream")
-        if not isinstance(stream, dict):
+        """Parts are of a build that was not finished: the next one goes on with them."""
+        if (self.folder / MANIFEST).is_file():
             return "whole"
-        last = self.chunks[-1] if self.chunks else cast("dict[str, Any]", stream).get("head")
-        ended = isinstance(last, Mapping) and cast("Mapping[str, Any]", last).get("last") is True
-        return "whole" if ended else f"{1 + len(self.chunks)} chunks so far"
+        return "unfinished" if self.folder.suffix == ".parts" else "remains"
 
 
 def entries(root: Path) -> list[Entry]:
-    """The caches in a folder, unfinished streams among them, newest first."""
-    names = {
-        path.name.removesuffix(".chunks") for path in (root.iterdir() if root.is_dir() else ()) if _is_folder(path)
-    }
-    found = (_entry(root / name) for name in names if KEY.fullmatch(name))
+    """The caches in a folder, unfinished ones among them, newest first."""
+    folders = (path for path in (root.iterdir() if root.is_dir() else ()) if path.is_dir() and not path.is_symlink())
+    found = (_entry(folder) for folder in folders if KEY.fullmatch(folder.name.removesuffix(".parts")))
     return sorted((entry for entry in found if entry), key=lambda entry: (entry.age_seconds, entry.key))
 
 
 def _entry(folder: Path) -> Entry | None:
     """What there is of one cache; None if it was taken away while we looked."""
-    rest = folder.with_name(f"{folder.name}.chunks")
-    parts = [part for part in (folder, rest) if _is_folder(part)]
-    changed: list[float] = []
-    for part in parts:
-        with contextlib.suppress(FileNotFoundError):
-            changed.append(part.stat().st_mtime)
-    if not changed:
+    try:
+        age = max(0.0, time.time() - folder.stat().st_mtime)
+    except FileNotFoundError:
         return None
-    numbered = {path.relative_to(rest).parts[0] for path in _files(rest)} if rest in parts else set[str]()
-    chunks = tuple(read_json(rest / name / "chunk.json") for name in sorted(numbered))
-    age = max(0.0, time.time() - max(changed))
-    return Entry(folder.name, folder, sum(_sizes(*parts)), age, read_json(folder / "meta.json"), chunks)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+    return Entry(folder.stem, folder, sum(_sizes(folder)), age, read_json(folder / "meta.json"))
 
 
 def clean(root: Path, *, dry_run: bool = False) -> list[str]:
-    """Remove every cache in a folder and what belongs to it, nothing else; one being built or streamed stays.
+    """Remove every cache in a folder and what belongs to it, nothing else; one being built stays.
 
     dry_run: only name what would go.
     """
@@ -346,21 +318,19 @@ def _cleaned(root: Path, *, dry_run: bool) -> list[str]:
     remove = (lambda _: None) if dry_run else _remove
     removed: list[str] = []
     for key in sorted({path.name[:KEY_LENGTH] for path in ours}):
-        locks = [FileLock(root / f"{key}{suffix}") for suffix in (".lock", ".stream.lock", ".readers.lock")]
+        lock = FileLock(root / f"{key}.lock")
         try:
-            for lock in locks:
-                lock.acquire(timeout=0)
+            lock.acquire(timeout=0)
         except Timeout:
             continue
-        else:
+        try:
             for path in (path for path in ours if path.name.startswith(key)):
                 remove(path)
                 removed.append(path.name)
-            for file in {Path(lock.lock_file) for lock in locks}.difference(ours):  # only there since we asked
+            if (file := Path(lock.lock_file)) not in ours:  # only there since we asked
                 file.unlink(missing_ok=True)
         finally:
-            for lock in locks:
-                lock.release()
+            lock.release()
     for path in here:
         if LOOSE.fullmatch(path.name) and path.is_file():
             remove(path)

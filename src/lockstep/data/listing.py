@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from lockstep.data.cache import Entry, check, entries
-from lockstep.data.stream import check_chunk
 from lockstep.errors import LockstepError
 
 COLUMNS, NAME_COLUMNS = 80, 21
@@ -21,7 +20,7 @@ def describe(roots: Sequence[Path], *, verify: bool = False) -> tuple[list[str],
     for entry in (entry for root in roots for entry in entries(root)):
         lines += [] if lines else [TITLES]
         lines += [_row(entry), *_made_of(entry), f"  {entry.folder}"]
-        if verify:
+        if verify and entry.state != "unfinished":
             wrong = _damage(entry)
             damaged += bool(wrong)
             lines[-1] += f"  {'DAMAGED' if wrong else 'intact'}"
@@ -50,10 +49,9 @@ def _cut(text: str, columns: int) -> str:
 
 
 def _sum(entry: Entry, name: str) -> int:
-    """Of both splits and of all chunks; what a damaged description does not say counts nothing."""
+    """Of both splits; what a damaged description does not say counts nothing."""
     splits: Any = entry.meta.get(name)
     counts = [*cast("dict[str, Any]", splits).values()] if isinstance(splits, dict) else []
-    counts += [chunk.get(name) for chunk in entry.chunks]
     return sum(count for count in counts if isinstance(count, int))
 
 
@@ -78,8 +76,6 @@ def _damage(entry: Entry) -> str:
     """What is wrong with a cache; empty if nothing is."""
     try:
         check(entry.folder, full=True)
-        for number in range(1, len(entry.chunks) + 1):
-            check_chunk(entry.folder, number)
     except (LockstepError, OSError) as error:
-        return str(error) if entry.folder.exists() or entry.chunks else ""  # taken away meanwhile: not damaged
+        return str(error) if entry.folder.exists() else ""  # taken away meanwhile: not damaged
     return ""

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.contracts import Batch, Draw, Objective, Rows
+from lockstep.data.order import Order
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from lockstep.contracts import Array
     from lockstep.data.cache import Table
-    from lockstep.data.stream import StreamTable
 
 WINDOW_BYTES = 1 << 19  # of rows on disk: what is fetched together should still lie near when it is used
 
@@ -33,19 +33,18 @@ WINDOW_BYTES = 1 << 19  # of rows on disk: what is fetched together should still
 class Window:
     """Some steps of one thread, their rows fetched together: among many a row costs half as much.
 
-    A table that still grows is read step by step: nobody waits for rows that are not needed yet. What an objective
-    makes of rows without drawing anything is made for all these steps at once.
+    What an objective makes of rows without drawing anything is made for all these steps at once.
     """
 
     def __init__(self, loader: Loader) -> None:
         self._objective, self._table, self._seed = loader.objective, loader.table, loader.seed
-        self._order = self._table.order(self._seed)
+        self._order = Order(self._table.rows, self._seed)
         self._parts, self._micro_rows = loader.micro_batches, loader.micro_rows
         self._rows = self._parts * self._micro_rows  # of this rank in a step
         self._batch_rows, self._stride = loader.batch_rows, max(1, loader.workers)
         self._slots = slice(loader.rank * self._rows, (loader.rank + 1) * self._rows)  # of the global batch
         self._numbers = np.arange(self._slots.start, self._slots.stop)
-        self._count = max(1, WINDOW_BYTES // (self._rows * self._table.row_bytes)) if self._table.is_whole else 1
+        self._count = max(1, WINDOW_BYTES // (self._rows * self._table.row_bytes))
         self._steps = loader.steps
         self._many = _collate_many(self._objective)
         self._first, self._after = 0, 0  # steps at hand
@@ -101,19 +100,19 @@ def _collate_many(objective: Objective) -> Callable[[Mapping[str, Array], int], 
     return getattr(objective, "collate_many", None) if "collate_many" in vars(owner) else None
 
 
-def own_choice(table: Table | StreamTable, objective: Objective, *, on_gpu: bool) -> int:
+def own_choice(objective: Objective, *, on_gpu: bool) -> int:
     """How many workers where nobody has said: one, but none where a batch is sooner cut than handed over.
 
-    That is on the CPU, which has to do it anyway, from rows that are all there and stay as they are.
+    That is on the CPU, which has to do it anyway, from rows that stay as they are.
     """
-    return 0 if not on_gpu and table.is_whole and _collate_many(objective) else 1
+    return 0 if not on_gpu and _collate_many(objective) else 1
 
 
 @dataclass
 class Loader:
     """An endless iterator over the micro-batches of each step, from `start_step` on. Close it when done."""
 
-    table: Table | StreamTable
+    table: Table
     objective: Objective
     seed: int = field(kw_only=True)
     micro_rows: int = field(kw_only=True)
@@ -157,7 +156,6 @@ class Loader:
         """End the workers. Each puts at most one more step, for which emptying its queue makes room."""
         self._closed = True
         self._stop.set()
-        self.table.close()  # who waits for rows waits no more
         for ready in self._ready:
             while not ready.empty():
                 ready.get_nowait()

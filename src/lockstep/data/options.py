@@ -46,7 +46,7 @@ class DataOptions(Section, frozen=True):
     text_column: str | None = setting(
         None, "Field that holds the text (null: text, content or the only text field).", max_length=200
     )
-    streaming: bool = setting(False, "Train on the first part of the text while the rest is still being fetched.")
+    streaming: bool = setting(False, "Fetch only those parts of the hub's files that are needed, not whole files.")
     max_train_samples: Annotated[int, BeforeValidator(count)] = setting(
         500_000, "Documents used at most, before the split; also 500k, 1.5M.", ge=2, le=1 << 40, examples=["500k"]
     )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.contracts import Batch, StepRecord
+from lockstep.data.order import Order
 from lockstep.engine.parts import Parts
 from lockstep.engine.step import Reading, Stepper
 from lockstep.health.finding import Finding, Place, Table, bad_tables, kind_of
@@ -180,7 +181,7 @@ def row_ids(parts: Parts, step: int) -> tuple[int, ...]:
     """Which rows of the table this rank had in a step."""
     group, options = parts.council.group, parts.config.training
     rows = options.batch_size * options.grad_accum_nums
-    order = parts.table.order(parts.config.system.seed)
+    order = Order(parts.table.rows, parts.config.system.seed)
     return tuple(order.at(step * parts.batch_rows + group.rank * rows, rows)[0].tolist())
 
 
@@ -261,7 +262,7 @@ def _notes(bad: BadStep, again: Again, place: Place | None, *, ids: Sequence[int
 
 
 def _or_nothing(action: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
-    """What is good to know, and no reason to know nothing else: the rows of a stream may have gone."""
+    """What is good to know, and no reason to know nothing else."""
     try:
         return action()
     except Exception as failure:

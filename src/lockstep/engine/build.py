@@ -18,14 +18,12 @@ from lockstep.config.load import Loaded, identity, identity_hash, to_dict
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Objective, Sink
 from lockstep.data.loader import Loader, own_choice, validation_batches
-from lockstep.data.stream import StreamTable
 from lockstep.engine import (
     adapters,
     agent_files,
     checkpoint,
     epoch_files,
     epochs,
-    feed,
     graphs,
     histories,
     legacy,
@@ -37,7 +35,6 @@ from lockstep.engine import (
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.choices import speaking, with_mask
 from lockstep.engine.council import Council
-from lockstep.engine.feed import Feed
 from lockstep.engine.options import AutoRows
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared, check_same, prepare
@@ -159,7 +156,7 @@ class Assembled:
     parts: Parts
     prepared: Prepared
     built: Built
-    loader: Loader | Feed
+    loader: Loader
 
 
 def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
@@ -193,9 +190,7 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
     told, folder = everyone.told(link), run.worker(place.tag, place.node)
-    make = partial(make_loader, plan, prepared, start_step=progress.step, group=group)
-    begin = partial(feed.start, make, run=run, group=everyone, stop=stop, link=told)
-    loader: Loader | Feed = begin(prepared.train, config) if isinstance(prepared.train, StreamTable) else make()
+    loader = make_loader(plan, prepared, start_step=progress.step, group=group)
     parts = Parts(
         config=plan.config,
         device=plan.device,
@@ -328,10 +323,8 @@ def make_validation(plan: Plan, prepared: Prepared, group: Group, *, batch_rows:
 
 
 def cut_batches(plan: Plan, prepared: Prepared, group: Group, step: int, rows: int) -> list[Batch]:
-    """This rank's micro-batches of one step, cut otherwise. Rows of a stream may not be there yet: its validation's."""
+    """This rank's micro-batches of one step, cut otherwise."""
     cut = replace(plan, config=micro_batch.with_rows(plan.config, rows))
-    if isinstance(prepared.train, StreamTable):
-        prepared = replace(prepared, train=prepared.validation)
     return next(make_loader(cut, prepared, start_step=step, group=group, workers=0))
 
 
@@ -342,7 +335,7 @@ def make_loader(
     data, options, on_gpu = plan.config.data, plan.config.training, plan.device.type == "cuda"
     if workers is None:
         asked = data.num_workers
-        workers = asked if asked != "auto" else own_choice(prepared.train, plan.objective, on_gpu=on_gpu)
+        workers = asked if asked != "auto" else own_choice(plan.objective, on_gpu=on_gpu)
     return Loader(
         prepared.train,
         plan.objective,

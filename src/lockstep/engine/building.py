@@ -39,10 +39,6 @@ SPLITS = ("train", "validation")
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # whether one call of the library uses all cores
 
 
-class TooLittleText(DataError):
-    """Not enough for a row of each split."""
-
-
 @dataclass(frozen=True)
 class Builder:
     """Fills a cache folder."""
@@ -193,7 +189,7 @@ class Builder:
             rows["validation"] = self.write_rows(folder / "validation", _put_aside(later), tokenizer)
         return rows, tokens
 
-    def _too_little(self, name: str, documents: int, tokens: int) -> TooLittleText:
+    def _too_little(self, name: str, documents: int, tokens: int) -> DataError:
         objective, length = self.config.objective, self.config.training.context_length
         shifted = isinstance(objective, CausalOptions)  # each token is the target of the one before it
         pads = objective.marks_places or self.config.data.documents == "answers"  # a row need not be full
@@ -204,7 +200,7 @@ class Builder:
             else "data.data_path with more text"
         )
         other = "data.validation_fraction with more" if name == "validation" else "more text"
-        return TooLittleText(
+        return DataError(
             f"too little text for one {name} row: {counted(documents)} give {tokens} tokens, a row takes {need}",
             where=f"dataset {self.source.name}",
             hint=f"{smaller}, or {other}",
@@ -246,7 +242,7 @@ class Split:
         hashes = np.fromiter(hashed(), np.uint64)
         different = np.unique(hashes)
         if len(different) < 2:
-            raise TooLittleText(
+            raise DataError(
                 f"{counted(len(hashes))}{', all alike' if len(hashes) > 1 else ''}: too few to keep one for validation",
                 where=where,
                 hint="data.data_path with more text, or a smaller data.min_words",

@@ -84,7 +84,7 @@ def key_parts(
         "validation_fraction": config.data.validation_fraction,
         "min_words": config.data.min_words,
         "documents": config.data.documents,
-        "streaming": config.data.streaming,
+        "streaming": False,  # keeps the keys of caches that are there; how text was fetched decides no row
         **({"chat_template": choice.ready.chat_template} if talks and choice.ready else {}),
     }
 

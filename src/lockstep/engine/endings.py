@@ -45,12 +45,12 @@ def explain(error: BaseException, planned: Plan, *, run: RunDir, place: env.Env)
 
 
 def point_to_resuming(error: BaseException, run: RunDir) -> None:
-    """How to go on, where what was done is saved: after a stop, and when only rows or room on a disk were missing."""
+    """How to go on, where what was done is saved: after a stop, and when only room on a disk was missing."""
     if env.last_step(run.root) is not None:  # a proof: it is begun anew, and the run that it is about stands as it did
         return
     if isinstance(error, Stopped):
         error.where, error.hint = str(run.root), resume_command(run)
-    elif isinstance(error, LockstepError) and (error.between_steps or (_is_io(error) and failure.has_saved(run.root))):
+    elif isinstance(error, LockstepError) and _is_io(error) and failure.has_saved(run.root):
         error.hint = f"{error.hint}, then {resume_command(run)}" if error.hint else resume_command(run)
 
 

@@ -1,9 +1,6 @@
 """Passes over the training rows, counted in steps: how many there will be, and after which step one ends.
 
-A batch may straddle two epochs: an epoch ends with the step that takes its last row. Of a stream nobody knows how long
-it is before its last chunk is there. Its steps are estimated from what is fixed before training begins, which decides
-the learning rate; where it really ends is read off the chunks up to the last row that was taken, which every rank has
-seen by then and which are the same for all: ranks, and runs that go on later, end at the same step.
+A batch may straddle two epochs: an epoch ends with the step that takes its last row.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from lockstep.data.stream import StreamTable
 from lockstep.engine.options import EpochTrainingOptions, TrainingOptions
 from lockstep.runtime import env
 from lockstep.runtime.grid import BLOCKS
@@ -35,72 +31,53 @@ class Epochs:
     """The epochs of one run."""
 
     asked: Fraction
-    table: Table | StreamTable
+    rows: int  # of one epoch
     batch_rows: int
     limit: int  # training.max_steps: the run ends there at the latest
-    expected_rows: int  # of an epoch; of a stream, an estimate
 
     @property
     def count(self) -> int:
         """How many there are, one that is not whole included."""
         return math.ceil(self.asked)
 
-    def steps_for(self, rows: int) -> int:
-        """Steps of the run if an epoch has so many rows."""
-        return max(1, min(self.limit, math.ceil(self.asked * rows / self.batch_rows)))
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return max(1, min(self.limit, self.uncapped_steps))
 
-    def rows_after(self, done: int) -> int | None:
-        """Rows of an epoch, as far as whoever has made `done` steps can know it."""
-        if not isinstance(self.table, StreamTable):
-            return self.table.rows
-        if self.asked < 1:  # it may be over before the end of the stream has come
-            return self.expected_rows
-        return self.table.epoch_rows_by(done * self.batch_rows - 1)
+    @property
+    def uncapped_steps(self) -> int:
+        """Steps of the run if nothing ends it before its epochs do."""
+        return math.ceil(self.asked * self.rows / self.batch_rows)
 
-    def steps_after(self, done: int) -> int:
-        """Steps of the run: the number is final once the rows are known."""
-        return self.steps_for(self.rows_after(done) or self.expected_rows)
-
-    def epoch_steps_after(self, done: int) -> float:
+    @property
+    def epoch_steps(self) -> float:
         """Steps of one epoch, which need not be whole."""
-        return (self.rows_after(done) or self.expected_rows) / self.batch_rows
+        return self.rows / self.batch_rows
 
     def finished_after(self, done: int) -> int:
         """How many whole epochs `done` steps make; the last batch may reach beyond the last one."""
-        rows = self.rows_after(done)
-        return min(self.count, done * self.batch_rows // rows) if rows else 0
-
-    def is_over(self, done: int) -> bool:
-        """Whether `done` steps are all."""
-        rows = self.rows_after(done)
-        return done >= (self.limit if rows is None else self.steps_for(rows))
+        return min(self.count, done * self.batch_rows // self.rows)
 
     def ends(self, done: int) -> bool:
         """Whether step number `done` was the last one of an epoch."""
-        return self.is_over(done) or self.finished_after(done) > self.finished_after(done - 1)
+        return done >= self.steps or self.finished_after(done) > self.finished_after(done - 1)
 
 
-def count(config: RunConfig, table: Table | StreamTable, *, world: int) -> tuple[RunConfig, Epochs | None, list[str]]:
+def count(config: RunConfig, table: Table, *, world: int) -> tuple[RunConfig, Epochs | None, list[str]]:
     """The configuration with its steps, now that the rows are known; the epochs, if it counts in them; what to tell."""
     options = config.training
     if not isinstance(options, EpochTrainingOptions):
         return config, None, []
     if not options.epochs:
         return _with_steps(config, options, options.max_steps), None, []
-    rows = batch_rows(config, world)
-    asked, limit = Fraction(repr(options.epochs)), options.max_steps
-    epochs = Epochs(asked, table, rows, limit, expected_rows=expected_rows(config, table))
-    steps, notices = epochs.steps_for(epochs.expected_rows), list[str]()
-    if isinstance(table, StreamTable) and not table.is_short:
-        notices.append(
-            f"How long the stream is shows at its end: the learning rate is planned for about "
-            f"{epochs.expected_rows:,} rows, {steps:,} steps"
-        )
-    uncapped = math.ceil(asked * epochs.expected_rows / rows)
-    if uncapped > limit:
+    limit = options.max_steps
+    epochs = Epochs(Fraction(repr(options.epochs)), table.rows, batch_rows(config, world), limit)
+    notices: list[str] = []
+    if epochs.uncapped_steps > limit:
         words = "epoch does" if options.epochs == 1 else "epochs do"
         notices.append(f"training.max_steps {limit:,} ends the run before its {options.epochs:g} {words}")
-    return _with_steps(config, options, steps), epochs, notices
+    return _with_steps(config, options, epochs.steps), epochs, notices
 
 
 def batch_rows(config: RunConfig, world: int) -> int:
@@ -154,13 +131,3 @@ def _with_steps(config: RunConfig, options: EpochTrainingOptions, steps: int) ->
         changes["warmup_steps"] = round(options.warmup_ratio * steps)
     training: TrainingOptions = options.model_copy(update=changes)
     return config.model_copy(update={"training": training})
-
-
-def expected_rows(config: RunConfig, table: Table | StreamTable) -> int:
-    """Rows of an epoch. Of a stream: as many for each document to come as for those of its beginning."""
-    if not isinstance(table, StreamTable) or table.is_short:
-        return table.rows
-    head, data = table.head, config.data
-    trained = max(1.0, head.documents * (1 - data.validation_fraction))  # of the head only a part is trained on
-    to_come = max(0, data.max_train_samples - head.documents)
-    return max(1, head.rows + round(to_come * head.rows / trained))

@@ -31,7 +31,7 @@ def estimate(parts: Parts) -> None:
         steps=left,
         max_steps=done + left,
         epochs=epochs.count,
-        epoch_steps=epochs.epoch_steps_after(done),
+        epoch_steps=epochs.epoch_steps,
     )
 
 

@@ -57,14 +57,12 @@ def run(parts: Parts) -> None:
     left, window = parts.steps_left(begin), parts.config.report.traced
     tracing = profiling(parts.trace_file, window, begin=begin, steps_left=left, tell=parts.tell)
     with room_for_saves(parts), tracing as profiler:
-        for step in range(begin, parts.last_step):
+        for step in range(begin, parts.config.training.max_steps):
             try:
                 launched = launch(parts, step)
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit):
                 if flying and not parts.stepper.updating:
                     settle(parts, flying, clock, marked=False)  # its update has taken effect: it counts
-                if parts.are_between_steps(error):
-                    save(parts, "interrupted")
                 raise
             landed, flying = flying, launched
             if landed:

@@ -26,6 +26,7 @@ from lockstep.engine.resume import read_about
 from lockstep.errors import ConfigError, DataError
 from lockstep.objectives.diffusion import Diffusion
 from lockstep.objectives.likelihood import log_likelihood
+from lockstep.rundir import refuse_streamed
 from lockstep.runtime import precision
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def measure_run(path: Path) -> Measured:
     trained = load_run(path, documents_apart=True)
     about = read_about(trained.checkpoint, trains=False)
     config = from_saved(about["config"])
+    refuse_streamed(trained.checkpoint.resolve().parents[1], config.family)
     options = config.training
     prepared = prepare(config, make_objective(config), vocab_limit=trained.shape.vocab_size)
     if prepared.key != about["data_key"]:

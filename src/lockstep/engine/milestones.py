@@ -97,8 +97,8 @@ def end_epoch(parts: Parts) -> None:
             train_loss=progress.train_losses[epoch],
             val_loss=progress.val_losses[epoch],
             seconds=seconds,
-            max_steps=epochs.steps_after(progress.step),
-            epoch_steps=epochs.epoch_steps_after(progress.step),
+            max_steps=epochs.steps,
+            epoch_steps=epochs.epoch_steps,
         )
     if whole:
         progress.begin_epoch()
@@ -127,7 +127,7 @@ def _saves_before(parts: Parts, first: int, last: int) -> int:
     """How many saves lie between two steps: every so many steps, and at the end of each epoch."""
     interval, epochs = parts.config.training.save_interval, parts.epochs
     count = max(0, (last - 1) // interval - first // interval) if interval else 0
-    ends = (math.ceil(number * epochs.epoch_steps_after(first)) for number in range(1, epochs.count)) if epochs else ()
+    ends = (math.ceil(number * epochs.epoch_steps) for number in range(1, epochs.count)) if epochs else ()
     return count + sum(first < end < last and not due(end, interval) for end in ends)
 
 

@@ -14,7 +14,6 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Batch, Sink, StepRecord, Tokenizer
 from lockstep.data.cache import Table
-from lockstep.data.stream import StreamTable
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.council import Council
 from lockstep.engine.epochs import Epochs
@@ -23,7 +22,6 @@ from lockstep.engine.replicas import Stamps
 from lockstep.engine.saving import Saver
 from lockstep.engine.step import Stepper
 from lockstep.engine.unseen import Outcome
-from lockstep.errors import LockstepError, Stopped
 from lockstep.health.spikes import Spikes
 from lockstep.runtime import faults
 from lockstep.runtime.marks import Marks, NoMarks
@@ -73,7 +71,7 @@ class Parts:
     stop: StopRequest
     faults: faults.Plan
     about: Mapping[str, Any]  # what a checkpoint belongs to
-    table: Table | StreamTable  # of the training rows
+    table: Table  # of the training rows
     flops_per_token: float
     peak_flops: float | None  # of all ranks together
     council: Council
@@ -104,8 +102,8 @@ class Parts:
 
     @property
     def rows(self) -> int:
-        """Rows of one epoch: of a stream not known before its end is."""
-        return self.table.epoch_rows
+        """Rows of one epoch."""
+        return self.table.rows
 
     @property
     def batch_rows(self) -> int:
@@ -118,16 +116,11 @@ class Parts:
         """Of the last validation, if it is a number."""
         return self.val_loss if self.val_loss is not None and math.isfinite(self.val_loss) else None
 
-    @property
-    def last_step(self) -> int:
-        """No run goes beyond this many steps."""
-        return self.epochs.limit if self.epochs else self.config.training.max_steps
-
     def is_over(self, done: int) -> bool:
         """Whether `done` steps are all there are to make."""
         if self.until is not None and done >= self.until:
             return True
-        return self.epochs.is_over(done) if self.epochs else done >= self.config.training.max_steps
+        return done >= self.config.training.max_steps
 
     @property
     def is_stale(self) -> bool:
@@ -148,9 +141,8 @@ class Parts:
         return self.epochs is not None and self.epochs.ends(done)
 
     def steps_left(self, done: int) -> int:
-        """Steps to make, as far as that is known."""
-        total = self.epochs.steps_after(done) if self.epochs else self.config.training.max_steps
-        return max(0, total - done)
+        """Steps to make."""
+        return max(0, self.config.training.max_steps - done)
 
     def must_stop(self) -> bool:
         """Whether to stop now: alone a signal is enough, several ranks go by what they have agreed on."""
@@ -162,14 +154,6 @@ class Parts:
         saver, council = self.saver, self.council
         ended = saver.ended if council.alone else council.agreed.saves / council.group.world
         return saver.is_flying and ended == saver.begun
-
-    def are_between_steps(self, error: BaseException) -> bool:
-        """Whether all ranks have ended because there are no rows to go on with, and are to save what they have done.
-
-        A process alone saves after every error anyway (endings.py), but not when it was asked to stop.
-        """
-        between = isinstance(error, LockstepError) and error.between_steps and self.progress.step > 0
-        return between and (isinstance(error, Stopped) or not self.council.alone)
 
     def tell(self, kind: str, **fields: Any) -> None:
         """An event to every sink."""

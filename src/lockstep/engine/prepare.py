@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import registry
-from lockstep.data.cache import Table, key_of, open_or_build
+from lockstep.data.cache import Table, key_of, open_or_build, parts_folder
 from lockstep.data.histories import is_ready
 from lockstep.data.options import HistoryOptions
-from lockstep.data.stream import StreamTable
 from lockstep.data.tokenize import TokenizerFile, load_tokenizer
 from lockstep.engine import windows
 from lockstep.engine.building import Builder
@@ -29,7 +27,6 @@ from lockstep.engine.choices import (
     key_parts,
     with_mask,
 )
-from lockstep.engine.streaming import build_head
 from lockstep.errors import DataError
 from lockstep.models import shapes
 from lockstep.rundir import MANIFEST
@@ -49,7 +46,7 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """Data ready for training."""
 
-    train: Table | StreamTable
+    train: Table
     validation: Table
     words: TokenizerFile | None  # of text
     key: str
@@ -90,15 +87,15 @@ def prepare(config: RunConfig, objective: Objective, *, vocab_limit: int) -> Pre
     logger.log(told, "Dataset: %s", source.name)
     logger.log(told, "Context length: %d", config.training.context_length)
     builder = Builder(config, objective, source, choice, parts, vocab_limit)
-    build = partial(build_head, builder) if config.data.streaming else builder.build
-    folder, built = open_or_build(key, roots, build)
+    if fetch_to := getattr(source, "fetch_to", None):
+        fetch_to(parts_folder(roots[0], key))
+    folder, built = open_or_build(key, roots, builder.build)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     if built:
         logger.info("[Cache] Saved to %s", folder)
     else:
         logger.log(told, "[Cache] Loaded train data from cache (%d tokens)", meta["tokens"]["train"])
-    train = StreamTable(folder) if config.data.streaming else Table(folder / "train")
-    validation = Table(folder / "validation")
+    train, validation = Table(folder / "train"), Table(folder / "validation")
     logger.log(told, "Dataset ready: %d samples", train.rows)
     logger.log(told, "Cache location: %s", folder)
     return Prepared(train, validation, load_tokenizer(folder), key, folder, source.name, notices)

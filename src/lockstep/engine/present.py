@@ -14,8 +14,6 @@ import torch
 import lockstep
 from lockstep.config.load import Loaded
 from lockstep.config.schema import RunConfig
-from lockstep.data.cache import Table
-from lockstep.data.stream import StreamTable
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared
 from lockstep.models.agent import Agent
@@ -64,7 +62,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
         tag=label.replace("GPU", "GPU "),
         version=lockstep.__version__,
         epochs=epochs.count if epochs else 0,
-        epoch_steps=epochs.epoch_steps_after(assembled.parts.progress.step) if epochs else 0.0,
+        epoch_steps=epochs.epoch_steps if epochs else 0.0,
         vocab_size=shape.vocab_size,
         unit=WORDINGS.get(config.family, USUAL).unit,
     )
@@ -73,13 +71,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
 def dataset_text(prepared: Prepared) -> str:
     """What is learnt from: how many rows, in which words."""
     words = f", tokenizer of {prepared.words.vocab_size:,} ids" if prepared.words else ""
-    return f"{prepared.source}, {rows_text(prepared.train)}{words}"
-
-
-def rows_text(table: Table | StreamTable) -> str:
-    """How many rows there are; of a stream, so far."""
-    grows = isinstance(table, StreamTable) and not table.ended
-    return f"{table.rows:,} rows{' so far' if grows else ''}"
+    return f"{prepared.source}, {prepared.train.rows:,} rows{words}"
 
 
 def batch_text(parts: Parts) -> str:

@@ -204,6 +204,7 @@ def check_early(point: ResumePoint, identity: Mapping[str, Any], *, allow: bool)
             where=place,
             hint=f"lockstep resume {shlex.quote(place)} goes on with it; a new run: another --name, no --resume",
         )
+    rundir.refuse_streamed(point.run.root if point.run else point.checkpoint.resolve().parents[1], identity["family"])
     done, most = steps_of(point.checkpoint), identity["training.max_steps"]
     if most < done and most != was.get("training.max_steps"):
         raise ConfigError(

@@ -101,15 +101,12 @@ def check_target(config: RunConfig, folder: Path) -> None:
             where="--to",
             hint=f"lockstep prepare {FAMILY} --to DIR",
         )
-    if config.data.streaming:
-        raise ConfigError("windows hold all of the text", where="--to", hint="data.streaming=false")
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_ours(folder))):
         raise OutputError("something else is there", where=str(folder), hint="--to DIR, a new folder")
 
 
 def export(config: RunConfig, prepared: Prepared, objective: Objective, rows: int, folder: Path) -> list[str]:
     """Write a folder of windows, whole or not at all; the lines that say so. `rows`: of the model."""
-    assert isinstance(prepared.train, Table)  # no stream: check_target
     tables = {"train": prepared.train, "validation": prepared.validation}
     about = describe(config, prepared, speaking(objective, prepared.tokenizer), rows=rows)
     said = (

@@ -210,7 +210,7 @@ class ConsoleSink:
         self._bar, self._wants_bar = None, False
 
     def _count(self, fields: Mapping[str, Any]) -> None:
-        """How many steps there are: known once the rows are, or once a stream has ended."""
+        """How many steps there are: known once the rows are."""
         self._max_steps = int(fields.get("max_steps") or self._max_steps)
         self._epochs = int(fields.get("epochs") or 0)
         self._epoch_steps = float(fields.get("epoch_steps") or 0.0)

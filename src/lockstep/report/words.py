@@ -101,8 +101,7 @@ def format_cut(fields: Mapping[str, Any]) -> str:
         return ""
     begin, end = (math.ceil(each * fields["epoch_steps"] - 1e-9) for each in (fields["epoch"] - 1, fields["epoch"]))
     done = fields["step"] - begin
-    of = f" of {end - begin:,}" if done < end - begin else ""  # a stream may be longer than was expected
-    return f" ended after {done:,}{of} steps"
+    return f" ended after {done:,} of {end - begin:,} steps"
 
 
 @dataclass(frozen=True)

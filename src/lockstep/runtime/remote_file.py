@@ -1,10 +1,16 @@
-"""A file of the hub read where it lies: only the parts that are asked for are fetched."""
+"""A file of the hub read where it lies: only the parts that are asked for are fetched, and kept for the next reader.
+
+Each block that was fetched is a file in a folder of ours, with a checksum behind it: reading again, in this process or
+after it was killed, fetches only what is missing.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import zlib
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.runtime import errand, hub
@@ -13,17 +19,19 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 BLOCK_BYTES = 1 << 20
-MAX_BLOCKS = 8  # fetched at once, when a file is read from front to back
+MAX_BLOCKS = 4  # fetched at once when a file is read on, and lost if the process is killed meanwhile
+BLOCKS_PER_AHEAD = 4  # read in a row for each that is fetched ahead: after a short read little was in vain
 KEPT_BLOCKS = 24
+CHECKSUM_BYTES = 4
 
 
 class RemoteFile(io.RawIOBase):
     """Seekable and read-only. Reading on fetches more at a time; jumping about fetches single blocks."""
 
-    def __init__(self, repo: hub.Repo, name: str, *, commit: str, size: int, token: str | None) -> None:
+    def __init__(self, repo: hub.Repo, name: str, *, commit: str, size: int, token: str | None, kept: Path) -> None:
         super().__init__()
         self.name = name
-        self._repo, self._size, self._token = repo, size, token
+        self._repo, self._size, self._token, self._folder = repo, size, token, kept
         library = hub.client()
         self._url = library.hf_hub_url(
             repo.name, name, repo_type=repo.kind, revision=commit, endpoint=hub.endpoint()
@@ -31,9 +39,9 @@ class RemoteFile(io.RawIOBase):
         self._headers = library.utils.build_hf_headers(token=hub.bearer(token))
         self._library = library
         self._place = 0
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
-        self._next_block: int = 0
-        self._ahead: int = 1  # blocks to fetch if reading goes on at that one
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()  # in memory: a parquet file is read here and there
+        self._next_block, self._in_a_row = 0, 0
+        kept.mkdir(parents=True, exist_ok=True)
 
     def readable(self) -> bool:
         return True
@@ -67,16 +75,43 @@ class RemoteFile(io.RawIOBase):
         if number in self._blocks:
             self._blocks.move_to_end(number)
             return self._blocks[number]
-        self._ahead = min(self._ahead * 2, MAX_BLOCKS) if number == self._next_block and number else 1
-        last = -(-self._size // BLOCK_BYTES)
-        count = min(max(self._ahead, min(wanted, KEPT_BLOCKS)), last - number)
-        data = self._fetch(number * BLOCK_BYTES, min((number + count) * BLOCK_BYTES, self._size))
-        for place in range(count):
-            self._blocks[number + place] = data[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+        self._in_a_row = self._in_a_row if number == self._next_block else 0
+        found = [data] if (data := self._kept(number)) else self._fetched(number, wanted=wanted)
+        for place, block in enumerate(found, number):
+            self._blocks[place] = block
         while len(self._blocks) > KEPT_BLOCKS:
             self._blocks.popitem(last=False)
-        self._next_block = number + count
+        self._next_block, self._in_a_row = number + len(found), self._in_a_row + len(found)
         return self._blocks[number]
+
+    def _fetched(self, number: int, *, wanted: int) -> list[bytes]:
+        """A block that nobody has fetched yet, with some that follow it."""
+        ahead = min(1 + self._in_a_row // BLOCKS_PER_AHEAD, MAX_BLOCKS)
+        count = min(max(ahead, min(wanted, KEPT_BLOCKS)), -(-self._size // BLOCK_BYTES) - number)
+        count = next((more for more in range(1, count) if self._path(number + more).exists()), count)
+        data = self._fetch(number * BLOCK_BYTES, min((number + count) * BLOCK_BYTES, self._size))
+        found = [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
+        for place, block in enumerate(found, number):
+            self._keep(place, block)
+        return found
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}"
+
+    def _kept(self, number: int) -> bytes | None:
+        """A block that was fetched before; None also where it is damaged, as by a power cut."""
+        try:
+            content = self._path(number).read_bytes()
+        except FileNotFoundError:
+            return None
+        data, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
+        return data if _checksum(data) == checksum else None
+
+    def _keep(self, number: int, data: bytes) -> None:
+        """Under its name from the moment it is whole."""
+        unfinished = self._path(number).with_suffix(".tmp")
+        unfinished.write_bytes(data + _checksum(data))
+        unfinished.replace(self._path(number))
 
     def _fetch(self, start: int, end: int) -> bytes:
         """Bytes start..end, whole or not at all."""
@@ -95,3 +130,7 @@ class RemoteFile(io.RawIOBase):
         if len(response.content) != size:
             raise errand.GaveUp(f"sends {len(response.content)} bytes where {size} were asked for")
         return response.content
+
+
+def _checksum(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little")

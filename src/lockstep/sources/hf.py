@@ -1,7 +1,7 @@
 """Datasets of the hub: `wikitext`, `c4`, `imdb`, their mixture `hf`, or any `owner/name[:config[:split]][@revision]`.
 
-Files are fetched one by one when reading reaches them, or with `data.streaming` read in parts where they lie. What a
-name stands for is pinned to a commit when it is first used.
+Files are fetched one by one when reading reaches them, or with `data.streaming` in parts, as far as they are read. What
+a name stands for is pinned to a commit when it is first used.
 
 `hf` is the text of seed C: `c4` alone where more than a million documents are asked for, else `MIXTURE` in that order,
 each read to its end before the next begins. A part that cannot be had is an error; none is left out or replaced.
@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -30,7 +31,7 @@ from lockstep.runtime.pins import HubFile, Pin, Reference
 from lockstep.runtime.remote_file import RemoteFile
 
 if TYPE_CHECKING:
-    from lockstep.contracts import Document, Place
+    from lockstep.contracts import Document
     from lockstep.data.options import DataOptions
 
 logger = logging.getLogger(__name__)
@@ -97,23 +98,21 @@ class HfSource:
         self.name = COMMITS.sub("", name)
         self.members = tuple(members)
         self._streaming, self._token, self._conversations = streaming, token, conversations
-        self._files = [(member, number) for member in self.members for number in range(len(member.files))]
+        self._parts: Path | None = None  # folder for what is fetched of files
 
     def fingerprint(self) -> Mapping[str, Any]:
         return {"members": [member.fingerprint() for member in self.members]}
 
+    def fetch_to(self, folder: Path) -> None:
+        """Where streaming keeps what it has fetched: whoever reads again, also after a kill, fetches only the rest."""
+        self._parts = folder
+
     def documents(self) -> Iterator[Document]:
-        return (document for _, document in self.walk())
+        for member in self.members:
+            for number in range(len(member.files)):
+                yield from self._read(member, number)
 
-    def walk(self, start: Place = (0, 0)) -> Iterator[tuple[Place, Document]]:
-        """From a place on; the second number of a place counts the records of a file."""
-        first, record = start
-        for index in range(first, len(self._files)):
-            member, number = self._files[index]
-            for after, document in self._read(member, number, record if index == first else 0):
-                yield (index, after), document
-
-    def _read(self, member: Member, number: int, start: int) -> Iterator[tuple[int, Document]]:
+    def _read(self, member: Member, number: int) -> Iterator[Document]:
         file = member.files[number]
         kind = formats.kind_of(file.name)
         assert kind is not None, file.name
@@ -121,12 +120,12 @@ class HfSource:
         where, talk = f"{member.title}/{file.name}", self._conversations
         how = formats.Reading(kind, where, member.column, cut, conversations=talk)
         with self._open(member, number) as opened:
-            records = formats.walk(opened, how, start)
-            if member.records == "each":
-                yield from records
+            records = formats.walk(opened, how)
+            if member.records == "articles":
+                yield from articles(records)
             else:
-                joined = articles if member.records == "articles" else distinct
-                yield from joined(records)
+                documents = (document for _, document in records)
+                yield from documents if member.records == "each" else distinct(documents)
 
     def _open(self, member: Member, number: int) -> BinaryIO:
         file, pin = member.files[number], member.pin
@@ -134,37 +133,33 @@ class HfSource:
             return Path(file.name).open("rb")
         repo = hub.dataset(pin.dataset)
         if self._streaming:
-            remote = RemoteFile(repo, file.name, commit=pin.commit, size=file.size, token=self._token)
+            assert self._parts, "fetch_to comes first"
+            kept = self._parts / pin.commit / f"{number:05d}"
+            remote = RemoteFile(repo, file.name, commit=pin.commit, size=file.size, token=self._token, kept=kept)
             return io.BufferedReader(remote, BUFFER_BYTES)
         what = f"Downloading {member.title}/{file.name} ({number + 1} of {len(member.files)})"
         path = hub.fetch(repo, file.name, revision=pin.commit, token=self._token, size=file.size, what=what)
         return path.open("rb")
 
 
-def articles(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Lines joined into articles, each with the number of the line at which the next one begins."""
+def articles(lines: Iterator[tuple[int, str]]) -> Iterator[str]:
+    """Lines, each with its number, joined into articles."""
     held: list[str] = []
     last = 0
     for after, line in lines:
         stands_alone = after - last > 1  # empty lines are left out, so they show as a gap
         if held and stands_alone and TITLE.fullmatch(line):
-            yield after - 1, "".join(held)
+            yield "".join(held)
             held.clear()
         held.append(line if line.endswith("\n") else f"{line}\n")
         last = after
     if held:
-        yield last, "".join(held)
+        yield "".join(held)
 
 
-def distinct(texts: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Of neighbours that are alike one, with the number of the record at which another one begins."""
-    held, last = "", 0
-    for after, text in texts:
-        if held and text != held:
-            yield after - 1, held
-        held, last = text, after
-    if held:
-        yield last, held
+def distinct(texts: Iterator[Document]) -> Iterator[Document]:
+    """Of neighbours that are alike one."""
+    return (text for text, _ in groupby(texts))
 
 
 def build(options: DataOptions) -> HfSource:

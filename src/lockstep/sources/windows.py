@@ -262,12 +262,6 @@ def build(options: DataOptions) -> WindowSource:
     if options.data_path is None:
         raise ConfigError("which folder of windows?", where="data.data_path", hint="data.data_path=FOLDER")
     metadata = check_folder(options.data_path)
-    if options.streaming:
-        raise ConfigError(
-            f"{options.data_path} holds ready windows: there is nothing to wait for",
-            where="data.streaming",
-            hint="data.streaming=false",
-        )
     if metadata.answers != (options.documents == "answers"):
         has, other = ("", "answers") if metadata.answers else ("no ", "separated")
         raise ConfigError(
