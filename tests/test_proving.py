@@ -18,6 +18,7 @@ from lockstep import proving, rundir
 from lockstep.config.load import load, to_dict
 from lockstep.engine.checkpoint import MODEL
 from lockstep.errors import ExitCode
+from lockstep.report.jsonl import read_events
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, owner
 from tests.conftest import Outcome
@@ -63,8 +64,8 @@ def points(run: Path) -> list[tuple[str, int]]:
 
 
 def figures(run: Path) -> list[tuple[Any, ...]]:
-    """Every line with figures of a step, as it stands in the file."""
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    """Every line with figures of a step that counts."""
+    events = read_events(run / "events.jsonl")
     told = ("step", "eval", "epoch", "walk", "save")
     return [(event["kind"], event["step"], event.get("epoch")) for event in events if event["kind"] in told]
 

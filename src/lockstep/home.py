@@ -12,11 +12,10 @@ from typing import Any
 from lockstep import __version__
 from lockstep.errors import NotFoundError
 from lockstep.registry import suggest
-from lockstep.rundir import MANIFEST, RunDir, open_plain, read_json, refuse_export
+from lockstep.rundir import MANIFEST, RunDir, read_json, refuse_export
 
 RUNS = Path("runs")
 SHOWN_RUNS = 5
-TAIL_BYTES = 1 << 14
 
 
 def find_run(text: str) -> Path:
@@ -98,20 +97,13 @@ def prompt_of(run: Path) -> str:
 
 def _state(run: RunDir) -> str:
     """How a run stands, from the last lines of its events."""
+    from lockstep.report.standing import tail_events
+
     age = _age(time.time() - run.config.stat().st_mtime)
-    try:
-        with open_plain(run.events) as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
+    if not run.events.is_file():
         return f"{age}, not started"
-    for line in reversed(lines):
-        try:
-            event: dict[str, Any] = json.loads(line)
-            kind = event["kind"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+    for event in reversed(tail_events(run.events)):
+        kind = event["kind"]
         if kind == "end":
             code = event.get("exit_code")
             loss = event.get("val_loss")

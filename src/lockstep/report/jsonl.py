@@ -1,7 +1,7 @@
 """events.jsonl: everything that happened in a run, one JSON object a line, written whole or not at all.
 
-A run that goes on writes its steps once: the figures after the step it goes on from are cut off. What is left of its
-story (that it began, failed, ended) stays, and whoever reads it leaves out what lies after a later `resume`.
+Lines are only appended. A run that goes on from an earlier step repeats steps, and readers leave out what a later
+`resume` has voided: `valid` says what that is.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lockstep.contracts import StepRecord
 from lockstep.report.logs import AppendFile
@@ -22,9 +21,7 @@ from lockstep.runtime.scrub import scrubber
 
 log = logging.getLogger(__name__)
 
-STORY = ("start", "restart", "resume", "fault", "end")  # events that are no figures of a step
 MEASURED = ("eval", "walk", "epoch")  # after the last step, and once more by who starts a run that was over
-WINDOW_BYTES = 1 << 16  # of the end of a file that is looked at first
 
 
 class EventSink:
@@ -36,7 +33,6 @@ class EventSink:
         self._file = AppendFile(path)
         self._facts = facts  # more about the moment of a step: how the GPU is doing
         self._scrub = scrubber(secrets)
-        self._resumed = -1  # after so many steps
 
     def write(self, record: StepRecord) -> None:
         loss, grad_norm = record.loss, record.grad_norm
@@ -66,24 +62,10 @@ class EventSink:
         self._append(fields)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        if kind == "resume":
-            self._resumed = done = int(fields.get("step") or 0)
-            self._cut(done, lambda old: old["kind"] not in STORY and _voided(old, done))
-        elif kind in MEASURED and fields.get("step") == self._resumed:
-            same = {"kind": kind, "step": self._resumed, "epoch": fields.get("epoch")}
-            self._cut(self._resumed, lambda old: all(old.get(key) == value for key, value in same.items()))
         self._append({"kind": kind, "time": time.time(), **self._plain(fields)})
 
     def close(self) -> None:
         self._file.close()
-
-    def _cut(self, done: int, is_old: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Take out what is about to be written again: after the first `done` steps, or measured at that point."""
-        try:
-            if self._file.path.is_file():
-                cut(self._file.path, done, is_old)
-        except OSError as error:  # readers leave them out all the same
-            log.warning("cannot shorten %s: %s. Training goes on.", self._file.path, error.strerror or error)
 
     def _append(self, fields: dict[str, Any]) -> None:
         line = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -114,54 +96,30 @@ class EventSink:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """What counts of a run's events: what a later `resume` voided is left out, and so is a line a crash has torn."""
-    events: list[dict[str, Any]] = []
+    """What counts of a run's events."""
     with open_plain(path) as file:
-        lines = file.read().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+        return valid(file.read().split(b"\n"))
+
+
+def valid(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The events of lines, without what a later `resume` voids; a line that is none, say torn by a crash, is left out.
+
+    What is measured again where the run was resumed replaces what was measured there before.
+    """
+    events: list[dict[str, Any]] = []
+    resumed: int | None = None
+    for line in lines:
         event = _parsed(line)
         if event is None:
-            log.debug("%s:%d: unreadable line left out", path, number)
             continue
-        if event["kind"] == "resume" and isinstance(done := event.get("step", 0), int):
-            events = [old for old in events if not _voided(old, done)]
+        kind, step = event["kind"], event.get("step")
+        if kind == "resume" and isinstance(done := event.get("step", 0), int):
+            events, resumed = [old for old in events if not _voided(old, done)], done
+        elif kind in MEASURED and step == resumed and step is not None:
+            same = {"kind": kind, "step": step, "epoch": event.get("epoch")}
+            events = [old for old in events if any(old.get(key) != value for key, value in same.items())]
         events.append(event)
     return events
-
-
-def cut(path: Path, done: int, is_old: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Take events after the first `done` steps out of a file; of a long one only the end is read."""
-    with path.open("r+b") as file:
-        position = _begin_of_end(file, done)
-        file.seek(position)
-        begin, kept = -1, list[bytes]()
-        for line in file.read().splitlines(keepends=True):
-            event = _parsed(line)
-            if event and is_old(event):
-                begin = position if begin < 0 else begin
-            elif event and begin >= 0:
-                kept.append(line)
-            position += len(line)
-        if begin >= 0:
-            file.seek(begin)
-            file.write(b"".join(kept))
-            file.truncate()  # afterwards: a kill in between must not cost the story
-
-
-def _begin_of_end(file: IO[bytes], done: int) -> int:
-    """Where lines begin that hold everything after the first `done` steps: steps are written in order."""
-    size, window = file.seek(0, os.SEEK_END), WINDOW_BYTES
-    while window < size:
-        file.seek(size - window)
-        file.readline()  # which may be cut
-        begin = file.tell()
-        found = (_parsed(line) for line in file)
-        if any(event and event["kind"] == "step" and not _voided(event, done) for event in found):
-            return begin
-        window *= 4
-    return 0
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import ExitCode
+from lockstep.report.jsonl import valid
 from lockstep.rundir import RunDir, open_plain, read_json
 from lockstep.runtime import gpu_facts, owner
 
@@ -99,22 +99,18 @@ def tail_events(path: Path) -> list[dict[str, Any]]:
         with open_plain(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 :]
+            return valid(file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 :])
     except OSError:
         return []
-    found = (_json(line) for line in lines)
-    return [event for event in found if isinstance(event.get("kind"), str)]
 
 
 def _first_events(path: Path) -> list[dict[str, Any]]:
     """The events of the beginning."""
     try:
         with open_plain(path) as file:
-            lines = file.read(HEAD_BYTES).split(b"\n")[:-1]
+            return valid(file.read(HEAD_BYTES).split(b"\n")[:-1])
     except OSError:
         return []
-    found = (_json(line) for line in lines)
-    return [event for event in found if isinstance(event.get("kind"), str)]
 
 
 def _judge(run: RunDir, events: Sequence[dict[str, Any]], who: owner.Owner | None) -> tuple[Life, int | None]:
@@ -211,14 +207,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
-
-
-def _json(text: bytes) -> dict[str, Any]:
-    """An object, or {} for anything else: a line may be torn, a file may be half there."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
