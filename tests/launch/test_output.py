@@ -6,11 +6,22 @@ import os
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lockstep.launch.output import HELD_BYTES, LONGEST_LINE_BYTES, Lines, LogFile, Output, Screen, prefixed
+from lockstep.launch.output import (
+    HELD_BYTES,
+    LONGEST_LINE_BYTES,
+    SCREEN_BYTES,
+    SKIPPED,
+    Lines,
+    LogFile,
+    Output,
+    Screen,
+    prefixed,
+)
 from lockstep.runtime import env, scrub
 from tests.counting import calls
 from tests.launch import harness
@@ -101,24 +112,36 @@ def test_full_disk_is_one_warning(tmp_path: Path) -> None:
     assert "No space left" in said[0]
 
 
-def test_screen_never_blocks() -> None:
+def read_all(descriptor: int) -> bytes:
+    received = b""
+    while chunk := os.read(descriptor, 1 << 16):
+        received += chunk
+    return received
+
+
+def test_a_reader_that_stands_still_holds_up_nobody(tmp_path: Path) -> None:
+    """What is beyond the bound is counted for it, and in the transcript; the launcher's own line comes all the same."""
     read_end, write_end = os.pipe()
-    screen = Screen(write_end)
+    screen, line = Screen(write_end), b"y" * 4095 + b"\n"
+    screen.copy = LogFile(tmp_path / "transcript", pytest.fail)
+    screen.begin()
     begin = time.monotonic()
-    for _ in range(40):
-        screen.put(b"y" * 65536)
-    assert time.monotonic() - begin < 1
-    assert screen.full
-    received = 0
-    while screen.waiting:
-        received += len(os.read(read_end, 1 << 16))
-        screen.drain()
+    shown = 2 * SCREEN_BYTES // len(line)
+    for _ in range(shown):
+        screen.show(line)
+    screen.put(b"own line\n")
+    screen.finish(0.2)
+    assert time.monotonic() - begin < 2
+    reader = ThreadPoolExecutor(1).submit(read_all, read_end)
+    screen.finish(10)
     screen.close()
     os.close(write_end)
-    while chunk := os.read(read_end, 1 << 16):
-        received += len(chunk)
+    lines = reader.result(10).split(b"\n")
+    arrived = lines.count(line[:-1])
+    assert SCREEN_BYTES // len(line) < arrived < shown
+    assert lines[-3:-1] == [(SKIPPED % (shown - arrived)).rstrip(), b"own line"]
+    assert (tmp_path / "transcript").stat().st_size == shown * len(line) + len(b"own line\n")
     os.close(read_end)
-    assert received == 40 * 65536
 
 
 def test_screen_whose_reader_left() -> None:
@@ -126,10 +149,23 @@ def test_screen_whose_reader_left() -> None:
     screen = Screen(write_end)
     os.close(read_end)
     screen.put(b"line\n")
-    screen.close()
+    screen.finish()
+    screen.put(b"line\n")
     os.close(write_end)
     assert screen.closed
-    assert not screen.waiting
+
+
+def test_a_terminal_that_was_set_not_to_block() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    screen = Screen(write_end)
+    screen.put(b"z" * (1 << 20))
+    screen.finish(0.2)
+    reader = ThreadPoolExecutor(1).submit(read_all, read_end)
+    screen.finish(10)
+    os.close(write_end)
+    assert len(reader.result(10)) == 1 << 20
+    os.close(read_end)
 
 
 def test_everything_arrives_and_files_equal_the_screen(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_control_c_reaches_the_reader_too(tmp_path: Path, noticed: bool) -> None
 
 @pytest.mark.slow
 def test_slow_reader_does_not_deafen_the_launcher(tmp_path: Path) -> None:
-    """While a pager stands still, workers wait and signals still count."""
+    """While a pager stands still, signals still count."""
     environ = {**os.environ, "STUB_OPTIONS": "steps=50000,noise=200,rate=500", harness.STAMP: str(tmp_path)}
     command = [*LAUNCHER, "2", str(tmp_path / "run")]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, start_new_session=True) as job:

@@ -165,16 +165,23 @@ class Stalled:
         return self.job.stdout.read()
 
 
-def test_silence_behind_a_stalled_reader_is_no_hang(tmp_path: Path) -> None:
-    with Stalled(tmp_path / "stalled-quiet", "hang_seconds=1", options="steps=150") as stalled:
-        assert stalled.job.poll() is None
+def test_a_stalled_reader_holds_up_no_worker(tmp_path: Path) -> None:
+    """Twice what may wait for it: the workers are done, and their files have every line."""
+    with Stalled(tmp_path / "stalled-quiet", "hang_seconds=1", options="steps=1200") as stalled:
+        workers = [stalled.run / "workers" / f"n0-GPU{rank}" / "output.txt" for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(b"Step [1199]" in path.read_bytes()[-1000000:] for path in workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert stalled.job.poll() is None, "it has more to say"
         rest = stalled.rest()
         assert (stalled.job.wait(20), b"[FAILURE]" in rest) == (0, False), rest[-1000:]
-        assert rest.count(b"\n") > 150 * 200 * 2, "nothing is lost"
+        assert b"lines were not shown" in rest
+        assert [path.read_bytes().count(b"\n") for path in workers] == [1200 * 201] * 2, "nothing is lost"
 
 
 def test_a_stop_behind_a_stalled_reader_saves(tmp_path: Path) -> None:
-    """Nobody reads: workers are let go on, save and end; the launcher's own line does not hold it up either."""
+    """Nobody reads: workers save and end; the launcher's own line does not hold it up either."""
     with Stalled(tmp_path / "stalled-term", options="steps=50000") as stalled:
         stalled.job.send_signal(signal.SIGTERM)
         assert stalled.job.wait(10) == 143

@@ -6,9 +6,10 @@ Work is done on chunks of bytes, not on lines: the price of a line does not depe
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
-import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from pathlib import Path
 READ_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 8 << 20  # a worker that never ends its line is cut here
 HELD_BYTES = 4 << 20  # output kept per worker until its file is known
-SCREEN_BYTES = 1 << 20  # what may wait for a slow reader; then workers wait, as they would without us
+SCREEN_BYTES = 16 << 20  # of workers' lines that may wait for a slow reader
+SKIPPED = b"[WARNING] %d lines were not shown, whoever reads this was too slow; the workers' logs have them\n"
+CLOSE_SECONDS = 1.0  # for what waits when a start has failed
 TAIL_BYTES = 8192
-PIPE_BYTES = 4096  # a pipe that polls writable takes so many without blocking
 
 
 class Lines:
@@ -151,88 +153,90 @@ def prefixed(prefix: bytes, lines: bytes) -> bytes:
 
 
 class Screen:
-    """Standard output, never blocking: what a slow reader has not taken waits here."""
+    """Standard output, written by a thread of its own: a reader that stands still holds up nobody but that thread.
+
+    What it has not taken waits here. Workers' lines beyond SCREEN_BYTES are counted, not kept: their files have them.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.closed = False  # the reader went away
-        self.hurried = False  # workers shall end: nobody waits for the reader any more
         self.copy: LogFile | None = None  # all that is shown, also what no reader takes
+        self.descriptor = descriptor
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self.descriptor, self._piece_bytes, self._own = _open_screen(descriptor)
-        self._poll = select.poll()
-        if self.descriptor >= 0:
-            self._poll.register(self.descriptor, select.POLLOUT)
+        self._skipped = 0  # lines, since the reader was last told
+        self._ending = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write_all, name="lockstep-screen", daemon=True)
 
-    @property
-    def waiting(self) -> bool:
-        return bool(self._waiting)
-
-    @property
-    def full(self) -> bool:
-        return self._waiting_bytes > SCREEN_BYTES
+    def begin(self) -> None:
+        """Start the thread. Call it once every process was started: a fork is for a process with one thread."""
+        if self.descriptor >= 0 and self._thread.ident is None:
+            self._thread.start()
 
     def show(self, data: bytes) -> None:
-        """Workers' lines. In a hurry what a reader does not take is left to the files."""
-        self.put(data, skipped=self.hurried and self.full)
+        """Workers' lines."""
+        self.put(data, most=SCREEN_BYTES)
 
-    def put(self, data: bytes, *, skipped: bool = False) -> None:
+    def put(self, data: bytes, *, most: float = math.inf) -> None:
+        """Whole lines to be shown, unless more than so many bytes wait already."""
         if self.copy is not None:
             self.copy.write(data)
-        if self.closed or self.descriptor < 0 or skipped:
-            return
-        self._waiting.append(data)
-        self._waiting_bytes += len(data)
-        self.drain()
-
-    def drain(self, seconds: float = 0.0) -> None:
-        """Write what the reader takes now, or within so many seconds."""
-        deadline = time.monotonic() + seconds
-        while self._waiting and not self.closed:
-            if not self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        with self._changed:
+            if self.closed or self.descriptor < 0:
                 return
-            piece = self._waiting.popleft()
-            try:
-                written = os.write(self.descriptor, piece[: self._piece_bytes])
-            except BlockingIOError:  # a terminal that was set so by another program
-                written = 0
-                time.sleep(0.001)
-            except BrokenPipeError:
-                self.closed = True
-                written = len(piece)
-            except OSError:  # a full disk behind `> file`: the run goes on, its own files have it all
-                written = len(piece)
-            self._waiting_bytes -= written
-            if written < len(piece):
-                self._waiting.appendleft(piece[written:])
-        if self.closed:
-            self._waiting.clear()
-            self._waiting_bytes = 0
+            if self._waiting_bytes > most:
+                self._skipped += data.count(b"\n")
+                return
+            if self._skipped:
+                data = SKIPPED % self._skipped + data
+                self._skipped = 0
+            self._waiting.append(data)
+            self._waiting_bytes += len(data)
+            self._changed.notify()
+
+    def finish(self, seconds: float = math.inf, *, unless: Callable[[], object] = bool) -> None:
+        """Wait until the reader has taken everything; so long, and not if there is a reason to give up."""
+        self.begin()
+        if self._skipped:
+            self.put(b"")
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        deadline = time.monotonic() + seconds
+        while self._thread.is_alive() and not unless() and time.monotonic() < deadline:
+            self._thread.join(0.05)
 
     def close(self) -> None:
-        if self._own and self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
+        if not self._ending:
+            self.finish(CLOSE_SECONDS)
         if self.copy is not None:
             self.copy.close()
 
+    def _write_all(self) -> None:
+        while not self.closed and (data := self._next()):
+            self._write(data)
+            with self._changed:
+                self._waiting_bytes -= len(data)
 
-def _open_screen(descriptor: int) -> tuple[int, int, bool]:
-    """(descriptor, bytes to write at a time, whether it is ours): a pipe or terminal opened anew, never blocking.
+    def _next(self) -> bytes:
+        """What is to be written next; nothing: that was all."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ending)
+            return self._waiting.popleft() if self._waiting else b""
 
-    Set on the descriptor itself that would reach whoever shares it: the shell, the other programs of a pipeline.
-    """
-    try:
-        mode = os.fstat(descriptor).st_mode
-    except OSError:  # `>&-`: nobody reads, and nobody meant us to end
-        return -1, 0, False
-    if stat.S_ISREG(mode):
-        return descriptor, READ_BYTES, False
-    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-        with contextlib.suppress(OSError):  # a terminal of somebody else (su)
-            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            return os.open(f"/proc/self/fd/{descriptor}", flags), PIPE_BYTES, True
-    return descriptor, PIPE_BYTES, False
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(self.descriptor, rest) :]
+            except BlockingIOError:  # a terminal that was set so by another program
+                select.select([], [self.descriptor], [])
+            except BrokenPipeError:
+                self.closed = True
+                return
+            except OSError:  # a full disk behind `> file`: the run goes on, its own files have it all
+                return
 
 
 def read_available(descriptor: int, output: Output, *, most: int = 16) -> bool:

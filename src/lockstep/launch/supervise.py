@@ -6,6 +6,7 @@ One loop, one thread. It signals only processes and groups that it has created, 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import signal
 import time
@@ -120,6 +121,7 @@ class _Supervisor:
             self._records.open_log(child)
             self._tell_all(banner.started(child, self._records.log_of(child)) if documented else ())
         self._tell_all([banner.all_started(procs)] if documented else ())
+        team.screen.begin()
         while True:
             team.wait(self._tick_seconds)
             if self._hear():
@@ -188,8 +190,6 @@ class _Supervisor:
         team, passed = self.team, now - self._ticked
         if passed > 10 * self._tick_seconds + 1:  # this process, and perhaps all, stood still
             self._awake_ns, passed = time.monotonic_ns(), 0.0
-        if team.paused:  # workers wait for the reader of their lines
-            self._awake_ns = time.monotonic_ns()
         self._ticked = now
         for child in team.alive:
             for slot in child.proc.slots:
@@ -287,9 +287,7 @@ class _Supervisor:
             self._tell_all(failure.block(record, nodes=self.watch.nodes))
         return replace(self._finish(code, record), stop=stop)
 
-    def _finish(
-        self, code: int, record: dict[str, Any] | None = None, *, reader_seconds: float = float("inf")
-    ) -> Outcome:
+    def _finish(self, code: int, record: dict[str, Any] | None = None, *, reader_seconds: float = math.inf) -> Outcome:
         """Nobody is left; everything is written."""
         team = self.team
         beats = team.beats.read_all()
@@ -302,9 +300,8 @@ class _Supervisor:
             self._tell_all(banner.ended(team.children))
         for process in leaked:
             self.tell(f"[WARNING] leaked process {process.pid} of this run was killed: {process.command[:200]}")
-        deadline = time.monotonic() + min(reader_seconds, float("inf") if team.stop is None else READER_SECONDS)
-        while team.screen.waiting and not team.inbox.received and time.monotonic() < deadline:
-            team.screen.drain(0.2)  # a pager that stands still, until Ctrl-C
+        seconds = reader_seconds if team.stop is None else min(reader_seconds, READER_SECONDS)
+        team.screen.finish(seconds, unless=lambda: team.inbox.received)  # Ctrl-C, where a pager stands still
         return Outcome(
             exit_code=code,
             failure=record,

@@ -54,7 +54,6 @@ class Team:
         self.ends: dict[int, End] = {}
         self.ended_ns = 0  # when the last of those that have ended did
         self.stop: int | None = None  # the signal by which a graceful end was asked for
-        self.paused = False  # a reader that stands still makes workers wait
         self._stop_steps: dict[int, int] = {}
         self._beyond: dict[int, float] = {}  # slot -> seconds in steps that it should not have begun
         self._ended_by_us = False
@@ -77,16 +76,12 @@ class Team:
         mine = replace(proc, environ={**proc.environ, **own})
         child = Child(mine, output, arm=link.dying_with(os.getpid()), reaper=self._reaper)
         self.children.append(child)
-        self._listen(child)
+        self._selector.register(child.pipe, selectors.EVENT_READ, lambda: self._read(child))
         self._selector.register(child.handle, selectors.EVENT_READ, lambda: self._note_child(child))
         return child
 
     def wait(self, seconds: float) -> None:
         """Until something happens, at most so long; and deal with it."""
-        if self.screen.waiting and self.screen.descriptor not in self._selector.get_map():
-            self._selector.register(self.screen.descriptor, selectors.EVENT_WRITE, self._drain_screen)
-        if (self.screen.full and not self.screen.hurried) != self.paused:
-            self._pause(not self.paused)
         for key, _event in self._selector.select(seconds):
             if key.fd in self._selector.get_map():
                 key.data()
@@ -95,7 +90,6 @@ class Team:
         """A graceful end: each worker hears the signal, saves, and ends."""
         if self.stop is None:
             self.stop = number
-            self.screen.hurried = True
             self._stop_steps = {slot: self.beats.read(slot).step for slot in range(self.slots)}
         for child in self.alive:
             strangers = [stranger for slot in child.proc.slots if (stranger := self.stranger(child, slot))]
@@ -153,7 +147,7 @@ class Team:
 
     def end_all(self, seconds: float) -> None:
         """End every worker without saving: told by its line, then by SIGTERM; after so many seconds by SIGKILL."""
-        self._ended_by_us = self.screen.hurried = True
+        self._ended_by_us = True
         for line in self._lines:
             with contextlib.suppress(OSError):
                 os.write(line, link.PEER_DIED)
@@ -208,28 +202,10 @@ class Team:
                 return
             self.wait(min(left, 0.1))
 
-    def _listen(self, child: Child) -> None:
-        self._selector.register(child.pipe, selectors.EVENT_READ, lambda: self._read(child))
-
     def _read(self, child: Child) -> None:
         pipe = child.pipe
         if not child.read() and pipe in self._selector.get_map():
             self._selector.unregister(pipe)
-
-    def _drain_screen(self) -> None:
-        self.screen.drain()
-        if not self.screen.waiting:
-            self._selector.unregister(self.screen.descriptor)
-
-    def _pause(self, paused: bool) -> None:
-        """A reader that does not keep up makes workers wait, as it would without us; the watching goes on."""
-        self.paused = paused
-        for child in self.children:
-            if child.pipe_open and child.output.shown:
-                if paused:
-                    self._selector.unregister(child.pipe)
-                else:
-                    self._listen(child)
 
     def _note_child(self, child: Child) -> None:
         handle = child.handle
@@ -298,9 +274,11 @@ def _open_line(path: Path) -> int:
 
 def _stdout_descriptor() -> int:
     try:
-        return sys.stdout.fileno()
-    except (OSError, ValueError, AttributeError):  # captured, or closed
+        descriptor = sys.stdout.fileno()
+        os.fstat(descriptor)
+    except (OSError, ValueError, AttributeError):  # captured, or closed (`>&-`)
         return -1
+    return descriptor
 
 
 def prefix_of(tag: str, style: str) -> bytes:
