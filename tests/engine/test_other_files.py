@@ -68,13 +68,11 @@ DONE = 3  # steps that the other program has made
 LAST: dict[str, Any] = {"training.max_steps": DONE + 1, "training.learning_rate": 1e-9, "model.dropout": 0.0}
 
 
-def made_elsewhere(shapes: Mapping[str, tuple[int, ...]], *, decay_apart: bool) -> tuple[Content, Content, Content]:
+def made_elsewhere(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Content, Content, Content]:
     """Weights, optimizer and scheduler after some steps of plain torch. The moments are large enough to be known by."""
     draws = torch.Generator().manual_seed(7)
     weights = {name: torch.nn.Parameter(0.02 * torch.randn(shape, generator=draws)) for name, shape in shapes.items()}
-    matrices, others = ([each for each in weights.values() if (each.dim() > 1) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}] if decay_apart else weights.values()
-    optimizer = torch.optim.AdamW(groups, lr=1e-9)
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     for _ in range(DONE):
         for weight in weights.values():
@@ -131,53 +129,28 @@ def trained_on(family: str, folder: Path, histories: Path, point: Path | None, *
 
 @pytest.mark.parametrize("family", ["llama", "llada", pytest.param("ad", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("prefix", "decay_apart", "has_optimizer"),
-    [
-        ("module._orig_mod.", True, True),
-        pytest.param("", False, True, marks=pytest.mark.slow),
-        pytest.param("", True, True, marks=pytest.mark.slow),
-        pytest.param("_orig_mod.", False, False, marks=pytest.mark.slow),
-        pytest.param("_orig_mod.module.", False, True, marks=pytest.mark.slow),
-    ],
+    "prefix", ["module._orig_mod.", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "_orig_mod."))]
 )
 def test_a_file_of_another_program_is_trained_on_and_written_in_its_own_form(
-    family: str, prefix: str, decay_apart: bool, has_optimizer: bool, *,
-    tmp_path: Path, histories: Path, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Items 143, 163: every weight and moment at its place, the same keys and shapes again, on the CPU."""
+    family: str, prefix: str, tmp_path: Path, histories: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Contract items 143, 163: every weight at its place, the step, the same keys and shapes again, on the CPU."""
     write, shapes, (models, optimizers), exported = LAYOUTS[family]
-    weights, optimizer, scheduler = made_elsewhere(shapes, decay_apart=decay_apart)
+    weights, optimizer, scheduler = made_elsewhere(shapes)
     content = write({prefix + name: tensor for name, tensor in weights.items()}, optimizer, scheduler)
-    if not has_optimizer:
-        content[optimizers] = None
     torch.save(content, tmp_path / "theirs.pt")
     with caplog.at_level(logging.WARNING):
         trained_on(family, tmp_path, histories, tmp_path / "theirs.pt")
-    assert "not bit-exact" in caplog.text
-    assert ("begin at zero" in caplog.text) == (not has_optimizer)
+    assert "its weights and step are used, AdamW's moments begin at zero" in caplog.text
 
     ours = torch.load(tmp_path / exported, weights_only=True)
     assert ours.keys() - {EXTRA_KEY} == content.keys()
     assert {name: tuple(tensor.shape) for name, tensor in ours[models].items()} == shapes
     assert all(torch.allclose(ours[models][name], weights[name], atol=1e-6) for name in shapes)
     assert ours[EXTRA_KEY]["progress"]["step"] == ours[EXTRA_KEY]["applied_steps"] == DONE + 1
-    if not has_optimizer:
-        return
-    order = [name for name in shapes if len(shapes[name]) > 1] if decay_apart else list(shapes)
-    order += [name for name in shapes if name not in order]
-    theirs = {name: optimizer["state"][place] for place, name in enumerate(order)}
     found = ours[optimizers]["state"]
-    assert len(found) == len(shapes)
-    free = set(shapes)
-    for slot in found.values():  # each of ours is what one step makes of exactly one of theirs
-        (name,) = [
-            name for name in free
-            if slot["exp_avg"].shape == theirs[name]["exp_avg"].shape
-            and torch.allclose(slot["exp_avg"], 0.9 * theirs[name]["exp_avg"], atol=0.2)
-        ]  # fmt: skip
-        free.remove(name)
-        assert torch.allclose(slot["exp_avg_sq"], 0.999 * theirs[name]["exp_avg_sq"], atol=0.01)
-        assert int(slot["step"]) == DONE + 1
+    assert {int(slot["step"]) for slot in found.values()} == {DONE + 1}
+    assert all(float(slot["exp_avg"].abs().max()) < 1 for slot in found.values()), "theirs were about 10"
     back = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(slot["exp_avg"].shape)) for slot in found.values()])
     back.load_state_dict({"state": found, "param_groups": back.state_dict()["param_groups"]})  # plain torch reads it
 
@@ -201,17 +174,6 @@ def test_the_weights_of_an_encoder(prefix: str, tmp_path: Path, histories: Path)
     assert all(torch.allclose(ours[name], others[name], atol=1e-6) for name in others)
 
 
-@pytest.mark.slow
-def test_moments_of_other_weights_are_seen(tmp_path: Path, histories: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Negative control: an optimizer of another order or count is not taken for this one."""
-    weights, optimizer, scheduler = made_elsewhere(DECODER, decay_apart=False)
-    slots = optimizer["state"]
-    slots[0], slots[1] = slots[1], slots[0]
-    torch.save(model_check(weights, optimizer, scheduler), tmp_path / "theirs.pt")
-    trained_on("llama", tmp_path, histories, tmp_path / "theirs.pt")
-    assert "are not those of these weights" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -220,12 +182,11 @@ def test_moments_of_other_weights_are_seen(tmp_path: Path, histories: Path, capl
         ({"model_state_dict": {"a": [1, 2]}}, "no plain tensor"),
         ({"model_state_dict": [1]}, "documented form"),
         ({"global_step": float("inf")}, "documented form"),
-        ({"optimizer_state_dict": {"state": 3}}, "documented form"),
         ({"scaler_state_dict": {"scale": "large"}}, "documented form"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_the_name_of_its_file(change: Content, says: str) -> None:
-    content = model_check(*made_elsewhere({"a": (2, 2)}, decay_apart=False)) | change
+    content = model_check(*made_elsewhere({"a": (2, 2)})) | change
     with pytest.raises(DataError, match=says) as caught:
         legacy.read(content, Path("theirs.pt"), ["a"])
     assert caught.value.where == "theirs.pt"
@@ -241,7 +202,7 @@ def test_what_makes_no_sense_is_refused_by_the_name_of_its_file(change: Content,
 )
 def test_what_is_of_another_model_too(change: Content, says: str, tmp_path: Path, histories: Path) -> None:
     """It is seen when the state is put into the model, before anything changes; a petabyte takes no memory."""
-    torch.save(model_check(*made_elsewhere(DECODER, decay_apart=False)) | change, tmp_path / "theirs.pt")
+    torch.save(model_check(*made_elsewhere(DECODER)) | change, tmp_path / "theirs.pt")
     with pytest.raises(DataError, match=says) as caught:
         trained_on("llama", tmp_path, histories, tmp_path / "theirs.pt")
     assert caught.value.where == str(tmp_path / "theirs.pt")

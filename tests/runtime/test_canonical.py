@@ -17,7 +17,6 @@ from torch import nn
 from lockstep.config.load import load
 from lockstep.engine import epochs
 from lockstep.errors import ConfigError
-from lockstep.runtime import env
 from lockstep.runtime.canonical import Canonical, tree
 from lockstep.runtime.determinism import label, mode
 from lockstep.runtime.grid import BLOCKS, check_canonical
@@ -216,21 +215,15 @@ def test_how_it_is_asked_for(flags: list[tuple[str, str | None]], value: bool | 
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "micro", "hint"),
-    [("true", (3, 1), "--gpus 2, 3, 4, 6, 8, 12 or 24"), ("canonical", (6, 4), "--gpus 1, 2 or 4")],
+    ("deterministic", "micro"),
+    [("true", (3, 1)), ("canonical", (6, 4))],
 )
-def test_a_micro_batch_is_what_is_added_and_stays(
-    deterministic: str, micro: tuple[int, int], hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_is_what_is_added_and_stays(deterministic: str, micro: tuple[int, int]) -> None:
     """A run of 24 rows goes on with 8 workers: 3 rows each cannot be micro-batches of 6, and only plain sums shrink."""
     flags = {"system.deterministic": deterministic, "training.batch_size": "6", "training.grad_accum_nums": "4"}
     config = load("llama", preset="tiny", flags=list(flags.items())).config
     moved = epochs.with_batch(config, 24, world=8).training
     assert (moved.batch_size, moved.grad_accum_nums) == micro
-    assert epochs.counts_that_fit(24, config, near=8) == hint
-    for launcher, flag in (("torchrun", "--nproc_per_node"), ("accelerate", "--num_processes"), ("none", "--gpus")):
-        monkeypatch.setattr(env, "detect", lambda named=launcher: env.Env(launcher=named))
-        assert epochs.counts_that_fit(24, config, near=8) == hint.replace("--gpus", flag)
 
 
 def test_workers_that_share_the_cores_have_as_many_threads_as_one_alone() -> None:

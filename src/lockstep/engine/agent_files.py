@@ -69,11 +69,9 @@ def read(content: Mapping[str, Any], path: Path, *, names: list[str]) -> State:
                 where=str(path),
                 hint="train anew; histories of another program can be learnt from (traj_dir)",
             )
-        ours = EXTRA_KEY in content
-        run = dict(content[EXTRA_KEY]) if ours else _documented_run(content)
-        optimizer = content["optimizer"]
-        order = names if ours else legacy.their_order(optimizer, list(model), model)
-        return State(model, legacy.moments_of(optimizer, order, model), run)
+        if EXTRA_KEY not in content:
+            return State(model, legacy.no_moments(model), _documented_run(content))
+        return State(model, legacy.moments_of(content["optimizer"], names), dict(content[EXTRA_KEY]))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
 

@@ -127,17 +127,12 @@ def read(content: Mapping[str, Any], path: Path, *, shape: AnyShape, names: list
             what = f"{len(missing)} tensors are in the model or in the file only: {', '.join(missing[:3])}"
             raise DataError(f"the weights are of another model: {what}", where=str(path))
         model = {name: stored[their] for name, their in theirs.items()}
-        optimizer = content.get("optimizer_state_dict")
-        if EXTRA_KEY in content:
-            run, order = dict(content[EXTRA_KEY]), names
-        else:
-            ours = {their: name for name, their in theirs.items()}
-            listed = [ours[their] for their in stored]
-            run, order = _documented_run(content), legacy.their_order(optimizer, listed, model)
-        moments = legacy.moments_of(optimizer, order, model)
+        if EXTRA_KEY not in content:
+            return State(model, legacy.no_moments(model), _documented_run(content))
+        moments = legacy.moments_of(content["optimizer_state_dict"], names)
+        return State(model, moments, dict(content[EXTRA_KEY]))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
-    return State(model, moments, run)
 
 
 def _documented_run(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from lockstep.engine.options import EpochTrainingOptions, TrainingOptions
-from lockstep.runtime import env
-from lockstep.runtime.grid import BLOCKS
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-THEIR_FLAGS = {"torchrun": "--nproc_per_node", "accelerate": "--num_processes", "slurm": "--ntasks"}
-SHOWN_COUNTS = 4  # of workers that would fit, on either side of those there are
 
 
 @dataclass(frozen=True)
@@ -109,20 +104,6 @@ def with_batch(config: RunConfig, rows: int, *, world: int) -> RunConfig:
     )
     training = config.training.model_copy(update={"batch_size": micro, "grad_accum_nums": own // micro})
     return config.model_copy(update={"training": training})
-
-
-def counts_that_fit(rows: int, config: RunConfig, *, near: int) -> str:
-    """The numbers of workers that can keep a global batch, those around `near`; as words for a hint."""
-    share = config.training.batch_size if config.system.canonical else 1
-    able = [count for count in range(1, rows + 1) if rows % (count * share) == 0]
-    if config.system.canonical:
-        able = [count for count in able if BLOCKS % count == 0]
-    smaller, larger = [count for count in able if count < near], [count for count in able if count >= near]
-    *first, last = map(str, smaller[-SHOWN_COUNTS:] + larger[:SHOWN_COUNTS]) if able else [""]
-    if not last:
-        return f"workers x batch_size x grad_accum_nums must be {rows}"
-    flag = "--gpus" if env.launcher_pid() else THEIR_FLAGS.get(env.detect().launcher, "--gpus")
-    return f"{flag} {', '.join(first)}{' or ' * bool(first)}{last}"
 
 
 def _with_steps(config: RunConfig, options: EpochTrainingOptions, steps: int) -> RunConfig:

@@ -15,7 +15,7 @@ import torch
 
 from lockstep import rundir
 from lockstep.engine.checkpoint import State
-from lockstep.engine.moments import MOMENTS, SCALES
+from lockstep.engine.moments import MOMENTS
 from lockstep.engine.progress import Progress
 from lockstep.engine.room import TENSOR_BYTES
 from lockstep.engine.step import Stepper
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 EXTRA_KEY = "lockstep"  # beside the documented keys: what makes a resume from this file exact
 STEP_NAME = re.compile(r"step_\d{1,18}\.pt")
-NOT_EXACT = "This file holds only the documented keys: going on from it is not bit-exact"
+NOT_EXACT = "Another program wrote this file: its weights and step are used, AdamW's moments begin at zero"
 
 
 @dataclass(frozen=True)
@@ -215,48 +215,24 @@ def read(content: Any, path: Path, names: list[str]) -> State:
     """The state in a documented file. `names`: the model's parameters in optimizer order."""
     try:
         model = torch_file.unwrapped(content["model_state_dict"], where=str(path))
-        ours = EXTRA_KEY in content
-        run = dict(content[EXTRA_KEY]) if ours else _documented_run(content)
-        optimizer = content.get("optimizer_state_dict")
-        order = names if ours else their_order(optimizer, list(model), model)
-        return State(model, moments_of(optimizer, order, model), run)
+        if EXTRA_KEY not in content:
+            return State(model, no_moments(model), _documented_run(content))
+        return State(model, moments_of(content["optimizer_state_dict"], names), dict(content[EXTRA_KEY]))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise DataError(f"not a checkpoint in the documented form: {error!r}", where=str(path)) from error
 
 
-def moments_of(optimizer: Any, order: list[str], model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the names of the parameters; all zero, with a warning, where there are none or they cannot be told apart."""
-    slots: Mapping[int, Mapping[str, torch.Tensor]] = (optimizer or {}).get("state", {})
+def moments_of(optimizer: Any, names: list[str]) -> dict[str, torch.Tensor]:
+    """The moments that lockstep wrote into a documented file, by the names of the parameters."""
+    slots: Mapping[int, Mapping[str, torch.Tensor]] = optimizer["state"]
+    pairs = [(name, slots[place]) for place, name in enumerate(names) if place in slots]  # a difference is found later
+    return {f"{kind}.{name}": slot[kind] for name, slot in pairs for kind in MOMENTS}
 
-    def fits(slot: Mapping[str, torch.Tensor], weight: torch.Tensor) -> bool:
-        whole = all(torch_file.is_plain(slot[kind]) and slot[kind].shape == weight.shape for kind in MOMENTS)
-        return whole or any(kind in slot for kind in SCALES)  # in fewer bits they have other sizes
 
-    if slots and len(slots) == len(order) and all(fits(slots[at], model[name]) for at, name in enumerate(order)):
-        return {
-            f"{kind}.{name}": slots[place][kind]
-            for place, name in enumerate(order)
-            for kind in (*MOMENTS, *SCALES)
-            if kind in slots[place]
-        }
-    what = "are not those of these weights" if slots else "are not there"
-    logger.warning("The moments of the optimizer %s in this file: they begin at zero", what)
-    nothing = torch.zeros(())  # seen in any size: what the file says of that is not judged yet
+def no_moments(model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Moments of zero: how another program numbers its parameters cannot be known."""
+    nothing = torch.zeros(())  # expanded to any size, without memory: the sizes in the file are not checked yet
     return {f"{kind}.{name}": nothing.expand(weight.shape) for name, weight in model.items() for kind in MOMENTS}
-
-
-def their_order(optimizer: Any, listed: list[str], model: Mapping[str, torch.Tensor]) -> list[str]:
-    """How another program numbers its parameters: as its file lists them, group by group; []: nobody can tell.
-
-    Two groups are taken for the matrices, which decay, and the rest, which does not.
-    """
-    groups = [len(group["params"]) for group in (optimizer or {}).get("param_groups", [])]
-    matrices = [name for name in listed if model[name].dim() > 1]
-    others = [name for name in listed if model[name].dim() <= 1]
-    for parts in ([listed], [matrices, others], [others, matrices]):
-        if groups == [len(part) for part in parts]:
-            return [name for part in parts for name in part]
-    return []
 
 
 def applied_of(scheduler: Mapping[str, Any] | None, step: int) -> int:

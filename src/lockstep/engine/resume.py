@@ -301,5 +301,5 @@ def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkp
         f"the checkpoint has {saved_rows} rows in each global batch, this run {rows}: {world} workers x batch_size "
         f"{micro} x grad_accum_nums {count}",
         where=str(checkpoint),
-        hint=epochs.counts_that_fit(saved_rows, config, near=world),
+        hint=f"as many workers as give workers x batch_size x grad_accum_nums = {saved_rows}",
     )
