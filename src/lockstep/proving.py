@@ -1,13 +1,13 @@
 """The verb `resume --prove`: the steps before a checkpoint once more, in a folder of their own, and the bits compared.
 
-The run is only read. What is made again starts from the checkpoint before, or from the beginning, with the settings,
-the number of workers and the threads that the checkpoint says it was made with. Nothing heavy is imported before.
+The run is only read, and must have ended. What is made again starts from the checkpoint before, or from the beginning,
+with the settings, the number of workers and the threads that the checkpoint says it was made with. Nothing heavy is
+imported before.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.arguments import Setting
 from lockstep.comparing import facts_of, pairs
-from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, NotFoundError
+from lockstep.errors import ConfigError, DataError, ExitCode, NotFoundError
 from lockstep.guard import say
 from lockstep.home import find_run, root_of
 from lockstep.rundir import MANIFEST, RunDir, refuse_streamed
@@ -28,13 +28,11 @@ from lockstep.runtime import env, owner
 from lockstep.runtime.scrub import scrubber
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Loaded
     from lockstep.engine.likeness import Likeness
     from lockstep.report.losses import Compared
 
 AGAIN = "again"  # the name of the run that makes the steps again
 SCRATCH = ".prove-"  # before the name of the folder of a proof
-HELD = "held_"  # before the names of checkpoints that stay meanwhile
 SILENT: Mapping[str, Any] = {  # cosmetic: what is shown and written beside the numbers
     "training.save_interval": 0, "training.eval_interval": 0, "training.eval_batches": 1, "training.gen_interval": 0,
     "training.gen_episodes": 0, "training.checkpoint_dir": None, "report.results_dir": None, "report.log_file": None,
@@ -70,6 +68,7 @@ class Task:
 
 def prove(arguments: Namespace, settings: list[Setting]) -> int:
     """0: the same bits; 1: others."""
+    from lockstep.api import resolve
     from lockstep.start import Start, is_child, start
 
     if settings:
@@ -78,15 +77,18 @@ def prove(arguments: Namespace, settings: list[Setting]) -> int:
     if is_child():
         raise ConfigError("a proof starts its own workers", where="--prove", hint="without another launcher")
     task = find(find_run(arguments.run), arguments.steps)
-    with _scratch(task.run.root) as scratch, _naming_what_is_held(task.run, scratch):
-        task = held(task, scratch)
+    with _scratch(task.run.root) as scratch:
         family, settings_file = str(task.about["family"]), write_settings(task, scratch)
-        words = ["train", family, "--config", str(settings_file)]
+        place = {
+            "run.out": str(scratch),
+            "run.name": AGAIN,
+        }  # as flags: a run of its own
+        words = ["train", family, "--config", str(settings_file), "--out", str(scratch), "--name", AGAIN]
         asked = replace(Start.of(("lockstep",), words, arguments), told=_silent)
         say(*_heading(task))
         again = RunDir(scratch / AGAIN)
         with env.changed(env.UNTIL, f"{task.last}:{again.root}"):
-            code = start(_loaded(family, settings_file), asked)
+            code = start(resolve(family, file=settings_file, flags=[*place.items()]), asked)
         return code if code != ExitCode.DONE else _tell(task, again)
 
 
@@ -98,6 +100,12 @@ def find(path: Path, steps: int | None) -> Task:
     from lockstep.engine import checkpoint, resume
 
     run = RunDir(root_of(path))
+    if (its := owner.read(run.root)) and its.is_alive():
+        raise ConfigError(
+            f"process {its.pid} still trains this run, and may remove the checkpoints that a proof needs",
+            where=str(run.root),
+            hint=f"lockstep stop {run.root}, or wait for its end",
+        )
     if (path / MANIFEST).is_file():
         checkpoint.verify(path)
         target = path
@@ -116,7 +124,7 @@ def find(path: Path, steps: int | None) -> Task:
     if since:
         left = [_number(base) for base in others if since <= _number(base) < last]
         raise ConfigError(
-            f"the settings of the run were changed after step {since}, and its steps before were made with others",
+            f"the settings or workers of the run were changed after step {since}, and earlier steps had others",
             where="--steps" if steps else str(run.root),
             hint=f"--steps {last - min(left)}" if left else "a run with another checkpoint",
         )
@@ -135,7 +143,7 @@ def _number(checkpoint: Path) -> int:
 
 
 def _changed_at(run: RunDir, last: int) -> int:
-    """After how many of its first `last` steps the run went on with other settings (checkpoint.allow_mismatch).
+    """After how many of its first `last` steps the run went on with other settings, workers or kernels.
 
     0: not since its beginning, which may be a state of another run.
     """
@@ -146,21 +154,8 @@ def _changed_at(run: RunDir, last: int) -> int:
     for event in events:
         if event["kind"] == "resume" and isinstance(done := event.get("step"), int) and 0 < done < last:
             changes = [step for step in changes if step < done]  # it has gone back behind the others
-            changes += [done] if event.get("changed") else []
+            changes += [done] if event.get("changed") or event.get("crew") else []
     return changes[-1] if changes[-1] != began else 0
-
-
-def _other_crews(task: Task) -> dict[int, str]:
-    """After which of the steps to be proven the run went on with other workers or kernels, which decide bits."""
-    from lockstep.report.jsonl import read_events
-
-    crews: dict[int, str] = {}
-    for event in read_events(task.run.events) if task.run.events.is_file() else []:
-        if event["kind"] == "resume" and isinstance(done := event.get("step"), int):
-            crews = {step: crew for step, crew in crews.items() if step < done}  # it has gone back behind the others
-            if isinstance(crew := event.get("crew"), list) and task.first < done < task.last:
-                crews[done] = "; ".join(map(str, crew))  # pyright: ignore[reportUnknownArgumentType]
-    return crews
 
 
 def _beginning(run: RunDir) -> tuple[Path | None, int]:
@@ -187,8 +182,8 @@ def _beginning(run: RunDir) -> tuple[Path | None, int]:
 def _scratch(run: Path) -> Generator[Path]:
     """A folder for the steps that are made again: beside the run, where there is room for such a state.
 
-    It stays where they have failed, without the files of the run: what is said of the failure leads into it. That of a
-    proof that was killed goes with the next proof.
+    It stays where they have failed: what is said of the failure leads into it. The next proof removes that of a proof
+    that was killed.
     """
     for left in run.resolve().parent.glob(f"{SCRATCH}*"):
         if (its := owner.read(left)) and its.is_here and not its.is_alive():
@@ -202,46 +197,15 @@ def _scratch(run: Path) -> Generator[Path]:
             owner.write(scratch, sys.argv)
         yield scratch
     finally:
-        failed = RunDir(scratch / AGAIN).failure.is_file()
-        for path in scratch.glob(f"{HELD}*") if failed else (scratch,):
-            shutil.rmtree(path, ignore_errors=True)
-        if failed:
+        if RunDir(scratch / AGAIN).failure.is_file():
             owner.leave(scratch)  # nobody else removes it
             say(scrubber()(f"  left for you to look at and to remove: {scratch}"))
-
-
-@contextmanager
-def _naming_what_is_held(run: RunDir, scratch: Path) -> Generator[None]:
-    """An error speaks of the checkpoint by the name that stays."""
-    try:
-        yield
-    except LockstepError as error:
-        error.where = error.where.replace(f"{scratch}/{HELD}", f"{run.checkpoints}/")
-        raise
-
-
-def held(task: Task, scratch: Path) -> Task:
-    """The task with checkpoints that stay, also if the run goes on meanwhile and forgets them: same files, two names.
-
-    On another disk they are only read where they are.
-    """
-
-    def hold(path: Path) -> Path:
-        if not path.is_dir():
-            return path
-        kept = scratch / f"{HELD}{path.name}"
-        try:
-            shutil.copytree(path, kept, copy_function=os.link)
-        except (OSError, shutil.Error):
-            shutil.rmtree(kept, ignore_errors=True)
-            return path
-        return kept
-
-    return replace(task, target=hold(task.target), base=hold(task.base) if task.base else None)
+        else:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_settings(task: Task, scratch: Path) -> Path:
-    """The settings of the run as a file, but for what it shows and where it writes; who computes as it was then."""
+    """The settings of the run as a file, but for what it shows; who computes as it was then."""
     from lockstep.config.load import from_dict
     from lockstep.engine import epochs, resume
 
@@ -269,7 +233,6 @@ def write_settings(task: Task, scratch: Path) -> Path:
     if task.base is None and rows and isinstance(tree["training"]["batch_size"], int):
         kept = epochs.with_batch(from_dict(tree), rows, world=world).training  # as it has done, on other workers
         tree["training"] |= {"batch_size": kept.batch_size, "grad_accum_nums": kept.grad_accum_nums}
-    tree["run"] |= {"out": str(scratch), "name": AGAIN}
     insists = task.base is not None and bool(
         resume.changed(resume.ResumePoint(task.base, None), about)
     )  # as it did then
@@ -277,12 +240,6 @@ def write_settings(task: Task, scratch: Path) -> Path:
     path = scratch / "settings.json"
     path.write_text(json.dumps(tree), encoding="utf-8")
     return path
-
-
-def _loaded(family: str, settings: Path) -> Loaded:
-    from lockstep.api import resolve
-
-    return resolve(family, file=settings)
 
 
 def _silent(*_: str) -> None:
@@ -294,11 +251,10 @@ def _silent(*_: str) -> None:
 
 def _heading(task: Task) -> list[str]:
     about, scrub = task.about, scrubber()
-    start = f"from {task.base.name.removeprefix(HELD)}" if task.base else "from the beginning"
-    name = task.target.name.removeprefix(HELD)
+    start = f"from {task.base.name}" if task.base else "from the beginning"
     workers = f"{about['world']} worker{'s' * (about['world'] != 1)}"
     return [
-        scrub(f"{task.run.root}: {name}"),
+        scrub(f"{task.run.root}: {task.target.name}"),
         scrub(f"  steps {task.first} to {task.last - 1} again, {start}: {about['device_name']}, {workers}"),
         scrub(f"  the run says: {about.get('determinism', 'nothing about its bits')}"),
     ]
@@ -319,15 +275,11 @@ def _tell(task: Task, again: RunDir) -> int:
     changed = pairs(facts_of(task.about), facts_of(resume.read_about(made)))
     equal = alike.equal and compared.first is None
     say(*_words(task, compared, alike), *(f"  other than then: {pair.text()}" for pair in changed))
-    for done, crew in (crews := _other_crews(task)).items():
-        say(scrubber()(f"  made by others from step {done} on: {crew}"))
     if equal:
         say("Proven: the same bits")
     else:
         since = f"step {compared.first.step}" if compared.first else f"the state after step {task.last - 1}"
         say(f"Not proven: other bits, first in {since}")
-        if crews:
-            say(f"  try: --steps {task.last - max(crews)}, which are of the same workers and kernels")
     return ExitCode.DONE if equal else ExitCode.FAILED
 
 
