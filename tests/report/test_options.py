@@ -1,4 +1,4 @@
-"""Which steps are traced: in words of now, and in those of earlier files."""
+"""Which steps are traced."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from lockstep.errors import ConfigError
         ({}, (2, 3)),
         ({"profile_steps": "5"}, (2, 5)),
         ({"profile_steps": "100-104"}, (100, 5)),
-        ({"profile_steps": 5}, (2, 5)),  # as files wrote it once
-        ({"profile_from": 7}, (7, 3)),
-        ({"profile_from": 7, "profile_steps": 2}, (7, 2)),
+        ({"profile_steps": 5}, (2, 5)),
     ],
 )
 def test_which_steps_are_traced(words: dict[str, Any], traced: tuple[int, int]) -> None:
@@ -34,7 +32,6 @@ def test_who_names_steps_wants_their_trace(tmp_path: Path) -> None:
     (both := tmp_path / "both.json").write_text('{"report": {"profile": false, "profile_steps": "4"}}')
     assert not traces()
     assert traces(flags=[("profile-steps", "2-3")])
-    assert traces(flags=[("profile-from", "7")])
     assert traces(flags=[("profile-steps", "2-3")], file=off), "the later word"
     assert not traces(flags=[("profile-steps", "2-3"), ("profile", "false")])
     assert not traces(file=both), "as whole configurations are written"
@@ -47,8 +44,7 @@ def test_who_names_steps_wants_their_trace(tmp_path: Path) -> None:
         ({"profile_steps": "0"}, "expected text like 3 or 100-104"),
         ({"profile_steps": "0-1000"}, "expected text like 3 or 100-104"),
         ({"profile_steps": True}, "got true"),
-        ({"profile_from": -1}, "expected a whole number"),
-        ({"profile_from": 7, "profile_steps": "8-9"}, "both say which step is the first"),
+        ({"profile_from": 7}, "report.profile_from: 7 was removed"),
     ],
 )
 def test_steps_that_cannot_be_traced(words: dict[str, Any], said: str) -> None:

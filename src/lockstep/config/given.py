@@ -122,7 +122,7 @@ def from_overrides(overrides: Mapping[str, Any], known: Catalog) -> list[Given]:
 
 
 def joint_setting(path: tuple[str, ...]) -> Setting:
-    types = {"use_amp": "boolean", "max_seq_length": "integer", "profile_from": "integer"}.get(path[-1], "string")
+    types = {"use_amp": "boolean", "max_seq_length": "integer"}.get(path[-1], "string")
     expected = {"boolean": "true or false", "integer": "a whole number"}.get(types, ", ".join(renames.DTYPES))
     return Setting(path, "", "", "", None, None, expected, frozenset({types}), (), secret=False)
 

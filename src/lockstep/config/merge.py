@@ -49,7 +49,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
         for item in _translate(layer, known, notices):
             _merge(merged, replace(item, rank=rank, value=_in_place(item, merged, known)))
     _join_precision(merged, notices, known)
-    _join_profile(merged, known)
+    _prefer_trace(merged)
     _prefer_own_data(merged, notices)
     _prefer_steps(merged, notices)
     same_length = merged.pop(renames.MAX_SEQ_LENGTH, None)
@@ -202,31 +202,13 @@ def _join_precision(merged: dict[tuple[str, ...], Given], notices: list[str], kn
         merged[PRECISION] = replace(latest, path=PRECISION, value=value)
 
 
-def _join_profile(merged: dict[tuple[str, ...], Given], known: Catalog) -> None:
-    """`profile_from` and a count of steps, as files wrote them once, are the first and the last step.
-
-    Who names steps wants their trace, unless he says no beside them.
-    """
-    begin, steps = merged.pop(renames.PROFILE_FROM, None), merged.get(PROFILE_STEPS)
+def _prefer_trace(merged: dict[tuple[str, ...], Given]) -> None:
+    """Who names steps wants their trace, unless he says no beside them. How many may be a plain number."""
+    steps, wanted = merged.get(PROFILE_STEPS), merged.get(PROFILE)
     if steps and type(steps.value) is int:
-        steps = merged[PROFILE_STEPS] = replace(steps, value=str(steps.value))
-    named, wanted = begin or steps, merged.get(PROFILE)
-    if named and (wanted is None or wanted.rank < named.rank):
-        merged[PROFILE] = replace(named, path=PROFILE, value=True)
-    if begin is None:
-        return
-    count = str(steps.value if steps else known.settings[PROFILE_STEPS].default)
-    if type(begin.value) is not int or begin.value < 0:
-        raise _refusal(begin, joint_setting(renames.PROFILE_FROM), known)
-    if steps and "-" in count:
-        raise ConfigError(
-            f"{begin.written} and {steps.written} both say which step is the first",
-            where=begin.key_where,
-            hint=f"keep one of them; the other is at {steps.key_where}",
-        )
-    if count.isascii() and count.isdigit():  # anything else is refused as it stands
-        text = f"{begin.value}-{begin.value + int(count) - 1}"
-        merged[PROFILE_STEPS] = replace(begin, path=PROFILE_STEPS, value=text)
+        merged[PROFILE_STEPS] = replace(steps, value=str(steps.value))
+    if steps and (wanted is None or wanted.rank < steps.rank):
+        merged[PROFILE] = replace(steps, path=PROFILE, value=True)
 
 
 def _validate(family: str, merged: Mapping[tuple[str, ...], Given], known: Catalog) -> RunConfig:

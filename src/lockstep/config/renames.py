@@ -103,12 +103,10 @@ DTYPES = {
 USE_AMP: Path = ("training", "use_amp")
 AMP_DTYPE: Path = ("training", "amp_dtype")
 MAX_SEQ_LENGTH: Path = ("data", "max_seq_length")
-PROFILE_FROM: Path = ("report", "profile_from")
 JOINT: dict[Path, Path] = {  # -> the setting that has their say now
     USE_AMP: ("training", "precision"),
     AMP_DTYPE: ("training", "precision"),
     MAX_SEQ_LENGTH: ("training", "context_length"),
-    PROFILE_FROM: ("report", "profile_steps"),
 }
 
 
@@ -192,8 +190,6 @@ def former_words(key: str, family: str = "") -> list[str]:
         words += ["training.use_amp", "training.amp_dtype"]
     if key == "training.context_length":
         words.append("data.max_seq_length (must be equal)")
-    if key == "report.profile_steps":
-        words.append("report.profile_from (the first, beside how many)")
     return words
 
 

@@ -27,7 +27,9 @@ class Removed:
     harmless: tuple[Any, ...] | None = ()  # saved values a run can do without; None: all of them
 
 
-REMOVED: dict[str, Removed] = {}  # by dotted key
+REMOVED: dict[str, Removed] = {  # by dotted key
+    "report.profile_from": Removed("the steps are named by their first and last", "--profile-steps 100-104", None),
+}
 _LEARNER = Removed(
     "PPO and PSRL are the source learners; histories of others stay where they are, and are not read",
     "lockstep train ad data.alg=PSRL",
