@@ -37,7 +37,6 @@ def small(fault: str, monkeypatch: pytest.MonkeyPatch, lockstep: Cli, *words: st
 def test_a_disk_that_is_full(in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither checkpoint nor bundle can be written: the report, the exit code and the cause are there nonetheless."""
     assert lockstep("prepare", "llama", "tiny", "training.context_length=16").code == 0
-    monkeypatch.setattr(Checkpointer, "reserve", lambda *_, **__: None)  # there was room when it began
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:

@@ -5,9 +5,7 @@ A disk is full by a limit of the processes (RLIMIT_FSIZE), which needs no rights
 
 from __future__ import annotations
 
-import re
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -36,16 +34,10 @@ CASES = [
 
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A disk of (kind, MiB) of its own."""
-    kind, size = request.param
-    place, image = tmp_path / "disk", tmp_path / "image"
+    """A disk of so many MiB of its own."""
+    place = tmp_path / "disk"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(place)]
-    if kind == "ext4":
-        subprocess.run(["truncate", "-s", f"{size}M", str(image)], check=True)
-        if not shutil.which("mkfs.ext4") or subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)]).returncode:
-            pytest.skip("NO mkfs.ext4: what a reserve holds on a full disk is not shown")
-        command = ["mount", "-o", "loop", str(image), str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={request.param}m", "tmpfs", str(place)]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("NOTHING CAN BE MOUNTED HERE: a disk that is really full is not shown")
     try:
@@ -149,7 +141,7 @@ def test_by_choice_it_trains_on_and_tries_again(tmp_path: Path, workers: int) ->
     assert checkpoint.Checkpointer(root / "checkpoints").latest() == root / "checkpoints/step_00000060"
 
 
-@pytest.mark.parametrize("small_disk", [("tmpfs", 24)], indirect=True)
+@pytest.mark.parametrize("small_disk", [24], indirect=True)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_small_disk_that_somebody_fills(tmp_path: Path, small_disk: Path, workers: int) -> None:
     """Item 171."""
@@ -161,27 +153,7 @@ def test_a_small_disk_that_somebody_fills(tmp_path: Path, small_disk: Path, work
     go_on(tmp_path, root)
 
 
-@pytest.mark.parametrize(
-    ("small_disk", "reserves"),
-    [pytest.param(("ext4", 48), True, id="ours"), pytest.param(("tmpfs", 48), False, id="without a reserve")],
-    indirect=["small_disk"],
-)
-@pytest.mark.parametrize(("workers", "mode"), [(1, "ddp"), (2, "fsdp")])
-def test_the_next_save_has_its_room_though_the_disk_is_full(
-    tmp_path: Path, small_disk: Path, reserves: bool, workers: int, mode: str
-) -> None:
-    """The first save after the disk was filled; control: in memory nothing is set aside, and it fails."""
-    words = ("--max-steps", "20", "training.save_interval=0", "--mode", mode)
-    job = started(tmp_path, *words, workers=workers, out=str(small_disk))
-    trainer.wait_for_step(job, 2)
-    fill(small_disk)
-    ended = job.finish(trainer.END_SECONDS)
-    assert ended.code == (0 if reserves else 74), ended.out[-3000:]
-    found = checkpoint.Checkpointer(small_disk / "run/checkpoints").latest()
-    assert (found is not None) is reserves
-
-
-@pytest.mark.parametrize("small_disk", [("tmpfs", 1)], indirect=True)
+@pytest.mark.parametrize("small_disk", [1], indirect=True)
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_training(tmp_path: Path, small_disk: Path) -> None:
     job = started(tmp_path, workers=2, out=str(small_disk))
     ended = job.finish(trainer.END_SECONDS)
@@ -192,15 +164,13 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_training(tmp_path
     assert str(small_disk / "run/checkpoints") in ended.out
 
 
-@pytest.mark.parametrize("small_disk", [("tmpfs", 3)], indirect=True)
+@pytest.mark.parametrize("small_disk", [3], indirect=True)
 def test_a_disk_that_documented_files_fill(tmp_path: Path, small_disk: Path) -> None:
-    """It is foreseen; they say the same as a checkpoint that does not fit, and the checkpoint of that step is there."""
+    """They say the same as a checkpoint that does not fit, and the checkpoint of that step is there."""
     job = started(tmp_path, "training.save_interval=1", f"training.checkpoint_dir={small_disk}/pt", workers=1)
     ended = job.finish(trainer.END_SECONDS)
     assert ended.code == 74, ended.out[-3000:]
     ended.check_clean()
-    foreseen = r"Room for 3\.0 MiB more, and [\d.]+ are to come: 60 \.pt files of 1\.8 MiB \(all kept, .*\) in "
-    assert re.search(foreseen + f"{small_disk}/pt\n.*Step \\[0/", ended.out, re.DOTALL), ended.out
     said = next(line for line in ended.out.splitlines() if "error:" in line)
     assert f"{small_disk}/pt/step_2.pt: saving a checkpoint failed: No space left on device (" in said
     assert " MiB free, " in said
@@ -212,7 +182,7 @@ def test_a_disk_that_documented_files_fill(tmp_path: Path, small_disk: Path) -> 
 LOGS = ("events.jsonl", "tb", "log.txt", "own.log", "logs")
 
 
-@pytest.mark.parametrize("small_disk", [("tmpfs", 4)], indirect=True)
+@pytest.mark.parametrize("small_disk", [4], indirect=True)
 @pytest.mark.parametrize(("workers", "trial"), [(workers, trial) for workers in (1, 2) for trial in range(10)])
 def test_a_full_disk_for_everything_that_is_told_stops_nothing(
     tmp_path: Path, small_disk: Path, workers: int, trial: int

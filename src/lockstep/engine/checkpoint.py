@@ -7,13 +7,15 @@ finite are marked, so that no run goes on from them, and no good ones are forgot
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep import rundir
-from lockstep.engine.room import REST_BYTES, TENSOR_BYTES, Coming, Room, file_bytes, foresee
-from lockstep.engine.shards import Stored, index_of, make_index, piece_file, pieces_of, read_index, write_pieces
+from lockstep.engine.shards import Stored, index_of, make_index, piece_file, read_index, write_pieces
 from lockstep.errors import DataError, ExitCode, LockstepError, OutputError
 from lockstep.runtime.group import Group
 from lockstep.runtime.marks import Marks, NoMarks
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 MODEL, OPTIMIZER, RUN = "model.safetensors", "optimizer.safetensors", "run.json"
 KINDS = (MODEL, OPTIMIZER)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+REST_BYTES = 1 << 20  # of a checkpoint beside its tensors: headers, manifest, run.json, the ends of blocks
 SEEN_SECONDS = 5.0  # a file on a network disk may show up late elsewhere
 
 
@@ -66,8 +68,7 @@ class Checkpointer:
         self.group = group or Group()
         self.sharded, self.writes = sharded, writes
         self.link: Marks = NoMarks()  # who is to know that a save goes on
-        self.room = Room(folder)  # for what this rank writes
-        self.need_bytes = 0  # of the whole checkpoint, by all ranks
+        self.need_bytes = 0  # of the checkpoint that is saved, by all ranks
         self.writers = [0]
         self.passed_over = set[Path]()  # they lie there, and count for nothing
         if sharded:
@@ -77,6 +78,7 @@ class Checkpointer:
     def save(self, step: int, state: State) -> Path:
         """Publish the state after `step` finished steps; only then forget the oldest. All ranks must call it."""
         final = self.folder / f"step_{step:08d}"
+        self.need_bytes = self._bytes_of(state)
         if self.sharded:
             self._save_pieces(final, state)
         else:
@@ -87,55 +89,25 @@ class Checkpointer:
         """After `step` steps: later checkpoints were found damaged or spoilt, and no good one is forgotten for them."""
         self.passed_over = {path for path in self.found() if _number(path) > step}
 
-    def reserve(self, state: State, *, saves: int, beside: Sequence[Coming] = ()) -> None:
-        """Before the first step: room for such a checkpoint, or the same refusal on all ranks, which all call it.
+    def check_free(self, state: State) -> None:
+        """Before the first step: refuse a disk that cannot hold one such checkpoint. All ranks must call it."""
+        self.need_bytes = self._bytes_of(state)
+        self.group.together(lambda: self._check_free(self.folder))
 
-        `saves`: how many are to come, `beside`: with which other files. The oldest goes when the newest is there: one
-        more than are kept lie there then.
-        """
-        self.room.lasting = True
-        if self.sharded:
-            self._take_room(self.folder, state)
-        else:
-            self.group.together(lambda: self._take_own(self.folder, state))
-        if self.group.rank == 0:
-            count = max(0, min(saves, self.keep_last + 1 - len(self.found())))
-            held = self.need_bytes if self.room.is_held else 0
-            own = Coming("checkpoint", count, self.need_bytes, self.keep_last, self.folder, held)
-            foresee([own, *beside])
+    def _bytes_of(self, state: State) -> int:
+        """Of the files that all ranks write together."""
+        tensors = sum(tensor.nbytes for part in (state.model, state.optimizer) for tensor in part.values())
+        return REST_BYTES + tensors + sum(map(len, self.extra_files.values()))
 
-    def _sizes(self, state: State) -> list[int]:
-        """Bytes of each file that this rank writes, rather too many."""
-        rank, count = self.group.rank, len(state.model) + len(state.optimizer)
-        sizes: list[int] = []
-        if rank in self.writers:
-            parts = (state.model, state.optimizer)
-            first = rank == self.writers[0]
-            sizes = [file_bytes(part, pieces_of(part, first=first) if self.sharded else part) for part in parts]
-        if rank == 0:
-            index = count * TENSOR_BYTES * len(self.writers) if self.sharded else 0
-            files = sum(len(content) for content in self.extra_files.values())
-            sizes.append(REST_BYTES + index + files + len(json.dumps(state.run, indent=1)))
-        return sizes
-
-    def _take_own(self, final: Path, state: State) -> None:
-        sizes = self._sizes(state)
-        self.need_bytes = sum(sizes)
+    def _check_free(self, final: Path) -> None:
+        """Before a byte is written. Nothing is reserved: who fills the disk meanwhile makes the save fail."""
         try:
-            self.room.take(sizes)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            disk = shutil.disk_usage(self.folder)
+            if disk.total and disk.free < self.need_bytes:  # some file systems say nothing
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._failed(error, final) from error
-
-    def _take_room(self, final: Path, state: State) -> None:
-        """Before a byte is written, by all ranks: if one of them has no room, none begins."""
-        sizes = self._sizes(state)
-        self.need_bytes = sum(self.group.gather(sum(sizes)))
-        said: dict[str, Any] = {}
-        try:
-            self.room.take(sizes, in_all=self.need_bytes)
-        except OSError as error:
-            said = self._told(error, final)
-        _raise_first(self.group.gather(said), self.group.rank)
 
     def _beat(self) -> None:
         """A save of many gigabytes is no hang, as long as it goes on."""
@@ -144,9 +116,8 @@ class Checkpointer:
     def _save_whole(self, final: Path, state: State) -> None:
         if final.is_dir() and is_good(final):
             return  # the state after N steps of a run is one state
-        self._take_own(final, state)
+        self._check_free(final)
         try:
-            self.room.give_up()
             with rundir.publishing(final, self._beat) as folder:
                 for file, tensors in zip(KINDS, (state.model, state.optimizer), strict=True):
                     save_file(dict(tensors), folder / file)
@@ -155,13 +126,10 @@ class Checkpointer:
         except (OSError, SafetensorError) as error:
             raise self._failed(error, final) from error
         self._forget(final)
-        self.room.take_again(self._sizes(state))
 
     def _save_pieces(self, final: Path, state: State) -> None:
         if self.group.together(lambda: final.is_dir() and is_good(final)):
             return
-        self._take_room(final, state)
-        self.room.give_up()
         staged = self.group.together(lambda: self._stage(final))
         written = self.group.gather(self._write_pieces(Path(staged), final, state))
         try:
@@ -170,9 +138,9 @@ class Checkpointer:
         finally:
             if self.group.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
-        self.room.take_again(self._sizes(state))
 
     def _stage(self, final: Path) -> str:
+        self._check_free(final)
         try:
             return str(rundir.stage(final))
         except OSError as error:

@@ -17,7 +17,6 @@ from lockstep import rundir
 from lockstep.engine.checkpoint import State
 from lockstep.engine.moments import MOMENTS
 from lockstep.engine.progress import Progress
-from lockstep.engine.room import TENSOR_BYTES
 from lockstep.engine.step import Stepper
 from lockstep.errors import DataError
 from lockstep.runtime import torch_file
@@ -178,11 +177,11 @@ def written(record: Path, folder: Path) -> dict[str, int]:
 
 
 def bytes_of(content: object) -> int:
-    """Of a file with this content, rather too many."""
+    """Of a file with this content, about."""
     if isinstance(content, Mapping):
         known = cast("Mapping[object, object]", content)
         return sum(len(str(key)) + bytes_of(value) for key, value in known.items())
-    return content.nbytes + TENSOR_BYTES if isinstance(content, torch.Tensor) else len(repr(content))
+    return content.nbytes if isinstance(content, torch.Tensor) else len(repr(content))
 
 
 def gathered(

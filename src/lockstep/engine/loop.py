@@ -16,8 +16,8 @@ from lockstep.engine.milestones import (
     due,
     end_epoch,
     land,
+    prepare_saves,
     reopen,
-    room_for_saves,
     save,
     validate,
     walk,
@@ -56,7 +56,8 @@ def run(parts: Parts) -> None:
     clock = Clock()
     left, window = parts.steps_left(begin), parts.config.report.traced
     tracing = profiling(parts.trace_file, window, begin=begin, steps_left=left, tell=parts.tell)
-    with room_for_saves(parts), tracing as profiler:
+    prepare_saves(parts)
+    with tracing as profiler:
         for step in range(begin, parts.config.training.max_steps):
             try:
                 launched = launch(parts, step)

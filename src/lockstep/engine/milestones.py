@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Generator
 from pathlib import Path
 
 from lockstep.engine import agent_files, drift, legacy, results, unseen
 from lockstep.engine.checkpoint import State
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.parts import Parts
-from lockstep.engine.room import Coming
 from lockstep.engine.saving import Export
 from lockstep.engine.state import capture
 from lockstep.errors import ExitCode, LockstepError
@@ -104,48 +101,18 @@ def end_epoch(parts: Parts) -> None:
         progress.begin_epoch()
 
 
-@contextlib.contextmanager
-def room_for_saves(parts: Parts) -> Generator[None]:
-    """Before the first step: the disk's room for a checkpoint, or a refusal. All ranks call it; held while they train.
+def prepare_saves(parts: Parts) -> None:
+    """Before the first step: refuse a disk that cannot hold a checkpoint. All ranks call it.
 
-    And a GPU's memory for copies, if there will be a save that training does not wait for.
+    And take a GPU's memory for copies, if there will be a save that training does not wait for: all but the last.
     """
     if not parts.saves:
-        yield
         return
     state, first = capture(parts.stepper, parts.progress, parts.about), parts.progress.step
-    aside = _saves_before(parts, first, first + parts.steps_left(first))  # the last one is waited for
-    with contextlib.closing(parts.checkpointer.room):
-        parts.checkpointer.reserve(state, saves=aside + 1, beside=_files_beside(parts, state, saves=aside + 1))
-        if aside or parts.epochs:
-            parts.saver.make_room(state, ranks=env.detect().local_world)
-        del state
-        yield
-
-
-def _saves_before(parts: Parts, first: int, last: int) -> int:
-    """How many saves lie between two steps: every so many steps, and at the end of each epoch."""
-    interval, epochs = parts.config.training.save_interval, parts.epochs
-    count = max(0, (last - 1) // interval - first // interval) if interval else 0
-    ends = (math.ceil(number * epochs.epoch_steps) for number in range(1, epochs.count)) if epochs else ()
-    return count + sum(first < end < last and not due(end, interval) for end in ends)
-
-
-def _files_beside(parts: Parts, state: State, *, saves: int) -> list[Coming]:
-    """The documented files that come with so many saves. Of an agent's the newest stays, and no other."""
-    if not parts.config.training.checkpoint_dir:
-        return []
-    folder, size = Path(parts.config.training.checkpoint_dir), legacy.bytes_of(vars(state))
-    if parts.config.family == "ad":
-        kept, there = 1, int(agent_files.newest(folder) is not None)
-    else:
-        kept, there = parts.config.checkpoint.keep_files, len(legacy.written(_record(parts), folder))
-    count = min(saves, max(0, kept + 1 - there)) if kept else saves
-    return [Coming(".pt file", count, size, kept, folder)]
-
-
-def _record(parts: Parts) -> Path:
-    return RunDir(parts.checkpointer.folder.parent).files
+    parts.checkpointer.check_free(state)
+    interval, last = parts.config.training.save_interval, first + parts.steps_left(first)
+    if parts.epochs or (interval and first // interval < (last - 1) // interval):
+        parts.saver.make_room(state, ranks=env.detect().local_world)
 
 
 def save(parts: Parts, name: str, *, plain: bool = False, aside: bool = False) -> None:
@@ -158,7 +125,6 @@ def save(parts: Parts, name: str, *, plain: bool = False, aside: bool = False) -
         return
     _make_way(parts, strict=aside)
     parts.link.enter("save")
-    parts.checkpointer.room.lasting &= aside  # the last save needs no room after it
     drift.check(parts)
     state = capture(parts.stepper, parts.progress, parts.about)
     room = aside and all(parts.council.group.gather(parts.saver.has_room(state, ranks=env.detect().local_world)))
@@ -210,7 +176,7 @@ def _export(parts: Parts, name: str, *, plain: bool = False) -> Export | None:
         path = agent_files.file_of(folder, parts.progress.step)
         return Export(path, lambda state, link: agent_files.write(path, kept, state, config=config, link=link))
     path, epoch = folder / f"{name}.pt", parts.progress.step * parts.batch_rows // parts.rows
-    keep, record = parts.config.checkpoint.keep_files, _record(parts)
+    keep, record = parts.config.checkpoint.keep_files, RunDir(parts.checkpointer.folder.parent).files
 
     def write(state: State, link: Marks) -> None:
         legacy.put(path, kept, state, epoch=epoch, config=config, link=link)

@@ -136,14 +136,11 @@ def _entry(said: Mapping[str, Any], where: str) -> Entry:
     return Entry(shape, tuple(pieces))
 
 
-def pieces_of(tensors: Mapping[str, Tensor], *, first: bool) -> list[str]:
-    """The tensors of which this rank writes something."""
-    return [name for name, tensor in tensors.items() if (is_sharded(tensor) or first) and local(tensor).numel()]
-
-
 def write_pieces(tensors: Mapping[str, Tensor], path: Path, *, first: bool) -> dict[str, Any]:
     """This rank's parts into one file; what the index says of each. A tensor that is not cut is the first rank's."""
-    parts = {name: tensors[name] for name in pieces_of(tensors, first=first)}
+    parts = {
+        name: tensor for name, tensor in tensors.items() if (is_sharded(tensor) or first) and local(tensor).numel()
+    }
     save_file({name: local(tensor).detach().contiguous() for name, tensor in parts.items()}, path)
     return {
         name: {
