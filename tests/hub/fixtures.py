@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lockstep.runtime import errand, hub
-from tests.hub import server
+from lockstep.runtime import hub
 from tests.hub.server import LoopbackHub
 
-SHORT = errand.Limits(
-    connect_seconds=1.0, answer_seconds=0.3, patience_seconds=1.5, stall_seconds=1.0, retries=1, pause_seconds=0.02
-)
 UNSET = (
     "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE",
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT",
@@ -22,11 +21,13 @@ UNSET = (
 
 @pytest.fixture
 def loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """A hub of its own for this test, with short time limits; HF_ENDPOINT leads to it and HF_HOME is empty."""
+    """A hub of its own for this test, whose library does not sleep between retries; HF_ENDPOINT leads to it."""
     loopback = LoopbackHub()
     point_at(loopback.url, tmp_path / "hf_home", monkeypatch)
-    monkeypatch.setattr(errand, "LIMITS", SHORT)
-    monkeypatch.setattr(server, "SLOW_SECONDS", 0.05)
+    awake = SimpleNamespace(**{**vars(time), "sleep": lambda _: None})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", awake)
+    monkeypatch.setattr("huggingface_hub.file_download.time", awake)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])  # of the stderr of the first test
     yield loopback
     from huggingface_hub.utils import close_session
 
@@ -52,4 +53,4 @@ def point_at(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in changed.items():
         monkeypatch.setattr(constants, name, value)
-    monkeypatch.setattr(hub, "_silent", {})
+    monkeypatch.setattr(hub, "_answered", set())

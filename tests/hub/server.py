@@ -19,7 +19,6 @@ LARGE_SUFFIXES = (".parquet", ".safetensors", ".gz", ".npy", ".bin", ".zst")  # 
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 LARGE = re.compile(r"/large/([0-9a-f]{64})/([^/]+/[^/]+)/(.+)$")  # where large files really lie
-SLOW_SECONDS = 1.0  # from one byte to the next
 DATE = "2026-01-01T00:00:00.000Z"
 
 
@@ -38,10 +37,9 @@ class Asked:
 class Fault:
     """What goes wrong with a repository, or with one file of it."""
 
-    kind: str  # status | slow | half | wrong | silent | deaf (serves no parts)
+    kind: str  # status | half | wrong | silent | deaf (serves no parts)
     status: int = 0
     times: int = 1 << 30
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass
@@ -242,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return True
         code = {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}.get(fault.status, "")
-        self._error(fault.status, code, "as ordered", fault.headers)
+        self._error(fault.status, code, "as ordered")
         return True
 
     def _listing(
@@ -316,17 +314,5 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault and fault.kind == "half":
             body, self.close_connection = body[: len(body) // 2], True
-        if fault and fault.kind == "slow":
-            self._trickle(body)
-            return
         self.wfile.write(body)
         self.hub.sent_bytes += len(body)
-
-    def _trickle(self, body: bytes) -> None:
-        for byte in body:
-            self.wfile.write(bytes([byte]))
-            self.wfile.flush()
-            self.hub.sent_bytes += 1
-            if self.hub.stopping.wait(SLOW_SECONDS):
-                self.close_connection = True
-                return

@@ -1,4 +1,7 @@
-"""The one door to the hub: files of models and datasets by name, from the cache first, quick to say no.
+"""The one door to the hub: files of models and datasets by name, from the cache first.
+
+Before the first question of a process the hub is probed: one that cannot be reached is told in 5 seconds. After that
+time-outs and retries are those of the hub's own library, which HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT change.
 
 Nothing of a repository is ever run: no code of it is fetched, weights are safetensors and all else is data.
 """
@@ -8,23 +11,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import time
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from lockstep import rundir
 from lockstep.errors import ConfigError, DataError, LockstepError, NotFoundError
-from lockstep.rundir import expanded, io_error, sha256
-from lockstep.runtime import env, errand
+from lockstep.rundir import expanded, io_error
+from lockstep.runtime import env
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -34,12 +40,10 @@ PUBLIC_HUB = "https://huggingface.co"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
-PROBE = errand.Limits(connect_seconds=2, answer_seconds=4, patience_seconds=5, retries=0)
+PROBE_SECONDS = 5.0
 HINT = "check the network, the proxy and HF_ENDPOINT, or use files of your own; gated ones need HF_TOKEN"
-SILENT_SECONDS = 60.0  # for so long a hub that gave no answer is not probed again
-_silent: dict[str, tuple[float, str]] = {}  # address -> when it gave no answer, and how
+_answered: set[str] = set()  # addresses that have answered this process
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def download(model_id: str, filename: str, *, token: str | None = None) -> Path:
-    """One file of a model, at the revision that was first met; any failure is one message within a minute."""
+    """One file of a model, at the revision that was first met; any failure is one message."""
     path = fetch(model(model_id), filename, token=token)
     if filename == CONFIG_FILE:
         say_what_is_not_run(model_id, path)
@@ -168,7 +172,7 @@ def weights_folder(model_path: str, *, token: str | None = None) -> Path:
 
 
 def available(model_id: str, filename: str, *, token: str | None = None) -> str:
-    """'' if a file of a model is here or the hub would give it, else the reason; asks for 5 seconds at most."""
+    """'' if a file of a model is here or the hub would give it, else the reason."""
     repo = model(model_id)
     if not looks_like_id(model_id):
         return f"{model_id!r} is no name of the hub"
@@ -194,11 +198,8 @@ class MissingFileError(NotFoundError):
     """The repository is there, the file is not."""
 
 
-def fetch(
-    repo: Repo, filename: str, *, revision: str = "main", token: str | None = None, size: int | None = None,
-    what: str = "",
-) -> Path:  # fmt: skip
-    """A file of a repository: from the cache without a request, else downloaded whole and verified."""
+def fetch(repo: Repo, filename: str, *, revision: str = "main", token: str | None = None, what: str = "") -> Path:
+    """A file of a repository: from the cache without a request, else downloaded whole. `what`: said before that."""
     if (path := cached(repo, filename, revision)) is not None:
         return path
     hub = client()
@@ -210,10 +211,9 @@ def fetch(
             token=bearer(token), endpoint=endpoint(),
         )  # fmt: skip
 
-    what = what or f"Downloading {filename}"
-    path = Path(asking(replace(repo, revision=revision), ask, what=what, token=token, file=filename))
-    _verify(repo, filename, path, size)
-    return path
+    if what:
+        logger.info("%s", what)
+    return Path(asking(replace(repo, revision=revision), ask, token=token, file=filename))
 
 
 def cached(repo: Repo, filename: str, revision: str = "main") -> Path | None:
@@ -245,56 +245,46 @@ def _folder(repo: Repo) -> Path:
     return cache_folder() / "--".join((f"{repo.kind}s", *repo.name.split("/")))
 
 
-def _verify(repo: Repo, filename: str, path: Path, size: int | None) -> None:
-    """Large files are called by their SHA-256; one that is something else is thrown away."""
-    try:
-        announced = path.readlink().name  # one step only: a blob may itself be a link to a shared one
-    except OSError:  # no link: a disk that knows none
-        announced = ""
-    found = path.stat().st_size
-    if SHA256.fullmatch(announced) and sha256(path) != announced:
-        problem = "its content is not what the hub announced (SHA-256)"
-    elif size is not None and found != size:
-        problem = f"it has {found} bytes, the hub announced {size}"
-    else:
-        return
-    with contextlib.suppress(OSError):
-        path.resolve().unlink()
-    path.unlink(missing_ok=True)
-    raise NotFoundError(
-        f"{filename} of {repo} arrived damaged and was removed: {problem}",
-        where=repo.setting,
-        hint="start again; if it stays so, check HF_ENDPOINT and the proxy",
-    )
-
-
 # --------------------------------------------------------------------------------------------- asking
 
 
 def client() -> Any:
-    """The hub's library, quiet and with our patience."""
+    """The hub's library, set up."""
     endpoint()  # the library crashes over one that is no address, as soon as it is imported
     try:
         hub = import_module("huggingface_hub")
-        logs = import_module("huggingface_hub.utils.logging")
-        bars = import_module("huggingface_hub.utils")
         constants: Any = import_module("huggingface_hub.constants")
     except ImportError:
         raise LockstepError(
             "the model hub needs a package that is missing", hint="pip install huggingface-hub"
         ) from None
-    logs.set_verbosity_error()  # its retries would print over our one message
-    bars.disable_progress_bars()
     constants.HF_HUB_DISABLE_TELEMETRY = True  # else it asks a question of its own before the first of ours
-    constants.HF_HUB_DISABLE_XET = True  # its transfers know neither our time-outs nor a hash we could compare
-    errand.install()
+    constants.HF_HUB_DISABLE_XET = True  # a second way to transfer, with time-outs and retries of its own
+    session = hub.get_session()
+    hooks = session.event_hooks
+    if _limit not in hooks["request"]:
+        ours = {"request": [*hooks["request"], _limit], "response": [*hooks["response"], _refuse_whole_file]}
+        hub.set_client_factory(lambda: type(session)(follow_redirects=True, timeout=None, event_hooks=ours))
     return hub
 
 
-def asking(
-    repo: Repo, ask: Any, *, token: str | None = None, what: str = "", file: str = "",
-    limits: errand.Limits | None = None,
-) -> Any:  # fmt: skip
+def _limit(request: Any) -> None:
+    """The library asks for lists without a time-out: a server that falls silent would be waited for for ever."""
+    seconds = import_module("huggingface_hub.constants").HF_HUB_DOWNLOAD_TIMEOUT
+    given: dict[str, float | None] = request.extensions.get("timeout") or {}
+    limits = {kind: given.get(kind) or seconds for kind in ("connect", "read", "write", "pool")}
+    request.extensions = {**request.extensions, "timeout": limits}
+
+
+def _refuse_whole_file(response: Any) -> None:
+    """Who asked for a part of a file does not want all of it, of any size, in memory."""
+    asked: str = response.request.headers.get("Range", "")
+    if response.status_code == 200 and asked and not asked.endswith("-"):  # bytes=5-: the rest of a download
+        what = f"the hub does not serve parts of files ({response.request.url.host})"
+        raise NotFoundError(what, where="data.streaming", hint="data.streaming=false, or another HF_ENDPOINT")
+
+
+def asking(repo: Repo, ask: Callable[[], Result], *, token: str | None = None, file: str = "") -> Result:
     """Do something with the hub's library; whatever goes wrong is one message for the user."""
     if variable := offline():
         raise NotFoundError(
@@ -302,49 +292,65 @@ def asking(
             where=repo.setting,
             hint=f"unset {variable}, or fetch it once where there is a network (gated ones need HF_TOKEN)",
         )
+    if reason := _unreachable():
+        what = f"the hub does not give {_subject(repo, file)}: {endpoint()} {reason}"
+        raise UnreachableError(what, where=repo.setting, hint=HINT)
     try:
-        return errand.run(what or f"Asking for {repo}", ask, limits)
+        return ask()
     except LockstepError:
         raise
     except Exception as error:
         raise explain(repo, error, token=bearer(token), file=file) from None
 
 
-def probe(repo: Repo, ask: Any, *, token: str | None, file: str = "") -> str:
-    """'' if the hub answers at once, else why not."""
-    address = endpoint()
-    when, reason = _silent.get(address, (0.0, ""))
-    if reason and time.monotonic() - when < SILENT_SECONDS:
-        return reason
-    try:
-        asking(repo, ask, token=token, file=file, limits=PROBE)
-    except NotFoundError as error:
-        if isinstance(error, UnreachableError):
-            _silent[address] = (time.monotonic(), error.what.partition(": ")[2] or error.what)  # not of this file alone
-        return error.what
-    return ""
+def _unreachable() -> str:
+    """'' if the hub answers, whatever it says, else why not; one that has answered once is not probed again."""
+    address, session = endpoint(), client().get_session()
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            session.head(address, timeout=PROBE_SECONDS)
+            _answered.add(address)
+        except Exception as error:
+            failures.append(error)
+
+    if address not in _answered:  # in a thread that can be left behind: looking up a name knows no time-out
+        thread = threading.Thread(target=ask, daemon=True, name="hub")
+        thread.start()
+        thread.join(PROBE_SECONDS)
+    if address in _answered:
+        return ""
+    said = f" ({type(failures[0]).__name__})" if failures else f" in {PROBE_SECONDS:.0f} s"
+    return f"cannot be reached{said}"
 
 
 def probe_file(repo: Repo, filename: str, *, token: str | None) -> str:
-    """'' if the hub would give a file at once, else why not; nothing of it is fetched."""
+    """'' if the hub would give a file, else why not; nothing of it is fetched."""
     hub = client()
     url = hub.hf_hub_url(repo.name, filename, repo_type=repo.kind, revision=repo.revision, endpoint=endpoint())
 
     def ask() -> object:
         return hub.get_hf_file_metadata(url, token=bearer(token), endpoint=endpoint())
 
-    return probe(repo, ask, token=token, file=filename)
+    try:
+        asking(repo, ask, token=token, file=filename)
+    except NotFoundError as error:
+        return error.what
+    return ""
 
 
 class UnreachableError(NotFoundError):
     """No hub, or none that answers."""
 
 
+def _subject(repo: Repo, file: str) -> str:
+    return f"{file} of {repo}" if file else str(repo)
+
+
 def explain(repo: Repo, error: Exception, *, token: str | None, file: str = "") -> LockstepError:
     """What went wrong, in words of our own; those of a server might repeat what was sent to it."""
-    kind = type(error).__name__
-    status = error.status if isinstance(error, errand.GaveUp) else errand.status_of(error)
-    subject = f"{file} of {repo}" if file else str(repo)
+    kind, status, subject = type(error).__name__, _status_of(error), _subject(repo, file)
     if status in (401, 403) or kind == "GatedRepoError":
         return _forbidden(repo, status, has_token=bool(token))
     if kind == "RevisionNotFoundError":
@@ -359,19 +365,31 @@ def explain(repo: Repo, error: Exception, *, token: str | None, file: str = "") 
             where=repo.setting,
             hint="check the name and HF_ENDPOINT; a private one needs HF_TOKEN of an account that may see it",
         )
-    if isinstance(error, errand.GaveUp):
-        given = UnreachableError if status == 0 else NotFoundError
-        return given(
-            f"the hub does not give {subject}: {endpoint()} {error.reason}",
-            where=repo.setting,
-            hint=error.hint or HINT,
-        )
     if isinstance(error, OSError) and error.errno is not None:
         return io_error(error, cache_folder(), doing=f"keeping {subject}")
-    said = env.redact((str(error).strip() or kind).splitlines()[0][:200], (token,) if token else ())
-    return NotFoundError(
-        f"the hub does not give {subject}: {kind}: {said}", where=repo.setting, hint="check the name and HF_ENDPOINT"
-    )
+    what = f"the hub does not give {subject}: {endpoint()}"
+    if status == 429:
+        hint = "wait, or set HF_TOKEN: known users may ask more often"
+        return NotFoundError(f"{what} answered 429: too many requests", where=repo.setting, hint=hint)
+    if status:
+        return NotFoundError(f"{what} answered {status}", where=repo.setting, hint=HINT)
+    first = _causes(error)[-1]  # the words of the library are about its cache
+    said = env.redact(f"{type(first).__name__}: {first}".splitlines()[0][:200], (token,) if token else ())
+    return UnreachableError(f"{what} {said}", where=repo.setting, hint=HINT)
+
+
+def _status_of(error: Exception) -> int:
+    """The HTTP status behind an error of the hub's libraries; 0: none."""
+    found = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _causes(error))
+    return next((status for status in found if isinstance(status, int)), 0)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """An error and what led to it."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    return chain
 
 
 def _forbidden(repo: Repo, status: int, *, has_token: bool) -> NotFoundError:

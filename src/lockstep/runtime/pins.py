@@ -124,7 +124,7 @@ def recorded(reference: Reference, roots: Sequence[Path], *, of_any_hub: bool = 
 
 
 def reachable(reference: Reference, roots: Sequence[Path], *, token: str | None = None) -> str:
-    """'' if a dataset is here, or if the hub answers for it within 5 seconds and would give its files; else why not."""
+    """'' if a dataset is here, or if the hub would give its files; else why not."""
     found = recorded(reference, roots)
     if found is not None and _is_here(found, roots):
         return ""
@@ -132,12 +132,6 @@ def reachable(reference: Reference, roots: Sequence[Path], *, token: str | None 
         return f"{', '.join(missing)} is not installed"
     if variable := hub.offline():
         return f"{variable} is set"
-    repo, library = hub.dataset(reference.dataset, reference.revision), hub.client()
-    api = library.HfApi(endpoint=hub.endpoint(), token=hub.bearer(token))
-    if found is None:
-        ask = partial(api.dataset_info, reference.dataset, revision=reference.revision)
-        if reason := hub.probe(repo, ask, token=token):
-            return reason
     try:
         found = found or _resolve(reference, token)
     except (NotFoundError, DataError) as error:
@@ -230,7 +224,6 @@ def _resolve(reference: Reference, token: str | None) -> Pin:
         )
     config = _config(reference, card)
     place = dataset_files.Place(reference.dataset, commit, hub.endpoint(), hub.bearer(token))
-    dataset_files.library()  # outside of what is waited for
     patterns = hub.asking(repo, lambda: dataset_files.patterns(place, card.configs.get(config, {})), token=token)
     if reference.split not in patterns:
         raise _unknown(f"{reference.dataset}:{config}", "split", reference.split, list(patterns))

@@ -11,9 +11,10 @@ import os
 import zlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lockstep.runtime import errand, hub
+from lockstep.errors import NotFoundError
+from lockstep.runtime import hub
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -118,18 +119,15 @@ class RemoteFile(io.RawIOBase):
         headers = {**self._headers, "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
 
         def ask() -> bytes:
-            response = self._library.get_session().get(self._url, headers=headers)
+            response = self._library.utils.http_backoff("GET", self._url, headers=headers)
             self._library.utils.hf_raise_for_status(response)
-            return self._checked(response, end - start)
+            return response.content
 
-        what = f"Reading {self.name}"
-        return hub.asking(self._repo, ask, token=self._token, what=what, file=self.name)
-
-    def _checked(self, response: Any, size: int) -> bytes:
-        assert response.status_code == 206, "others were refused before their body was read"
-        if len(response.content) != size:
-            raise errand.GaveUp(f"sends {len(response.content)} bytes where {size} were asked for")
-        return response.content
+        content = hub.asking(self._repo, ask, token=self._token, file=self.name)
+        if len(content) != end - start:
+            what = f"the hub sends {len(content)} bytes of {self.name} where {end - start} were asked for"
+            raise NotFoundError(what, where=self._repo.setting, hint=hub.HINT)
+        return content
 
 
 def _checksum(data: bytes) -> bytes:

@@ -138,7 +138,7 @@ class HfSource:
             remote = RemoteFile(repo, file.name, commit=pin.commit, size=file.size, token=self._token, kept=kept)
             return io.BufferedReader(remote, BUFFER_BYTES)
         what = f"Downloading {member.title}/{file.name} ({number + 1} of {len(member.files)})"
-        path = hub.fetch(repo, file.name, revision=pin.commit, token=self._token, size=file.size, what=what)
+        path = hub.fetch(repo, file.name, revision=pin.commit, token=self._token, what=what)
         return path.open("rb")
 
 
@@ -251,6 +251,6 @@ def is_pinned(options: DataOptions) -> bool:
 
 
 def reachable(options: DataOptions) -> str:
-    """'' if wikitext can be had (pinned already, or the hub answers within 5 seconds), else the reason."""
+    """'' if wikitext can be had (pinned already, or the hub gives it), else the reason."""
     roots = pins.cache_roots(options.cache_dir)
     return pins.reachable(SHORT_NAMES["wikitext"], roots, token=hub.token_of(options.hf_token))
