@@ -100,7 +100,7 @@ class TrainDoor(AdDoor):
         from lockstep.data.histories import file_of
 
         data = _data(loaded)
-        path = file_of(data, "hdf5")
+        path = file_of(data)
         if not data.collect and not path.exists():
             words = [] if asked.config == self.place_of(CONFIG) else ["--config", shlex.quote(asked.config)]
             words += [f"--set {shlex.quote(text)}" for text in asked.set]

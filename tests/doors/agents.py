@@ -40,7 +40,7 @@ def make(folder: Path, histories: Path | None = None, *, more: str = "") -> Path
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "small.yaml").write_text(SMALL + more, encoding="utf-8")
     if histories:
-        shutil.copytree(histories, folder / "datasets")  # with the times of the files, which their note tells
+        shutil.copytree(histories, folder / "datasets")
     return folder
 
 

@@ -47,7 +47,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own(collected: Path, tmp_path: Path) -> Path:
-    """A copy, times and all."""
+    """A copy."""
     return Path(shutil.copytree(collected, tmp_path / "own"))
 
 

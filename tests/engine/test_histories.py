@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from filelock import FileLock
 from lockstep.api import resolve
 from lockstep.cli import main
 from lockstep.config.schema import RunConfig
-from lockstep.data.histories import file_of, is_ready
+from lockstep.data.histories import file_of
 from lockstep.data.loader import Loader
 from lockstep.data.options import TEXT_SETTINGS
 from lockstep.engine import collect, histories, history_files
@@ -41,17 +40,15 @@ __all__ = ["collected", "own"]
 def test_they_are_collected_once_and_then_opened(collected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration(collected)
     monkeypatch.setattr(collect, "_make", lambda *_: pytest.fail("collected again"))
-    monkeypatch.setattr(collect, "import_hdf5", lambda *_: pytest.fail("read again"))
-    opened: list[Any] = []
-    monkeypatch.setattr(
-        histories, "read_table", lambda path: opened.append(history_files.read_table(path)) or opened[0]
-    )
+    read: list[Any] = []
+    monkeypatch.setattr(histories, "read_hdf5", lambda *what: read.append(history_files.read_hdf5(*what)) or read[0])
+    before = {path.name: path.read_bytes() for path in collected.iterdir()}
     prepared = prepare(config)
-    assert is_ready(options_of(config))
     assert is_prepared(config)
     assert prepared.histories is not None
     assert prepared.histories.steps.shape == (3, TASKS * STREAMS, STEPS)
-    assert np.shares_memory(prepared.histories.steps, opened[0]), "no copy of the file"
+    assert np.shares_memory(prepared.histories.steps, read[0].table), "no copy of it"
+    assert {path.name: path.read_bytes() for path in collected.iterdir()} == before
     train, unseen = split.split(TASKS, seed=0, ratio=0.9)
     for table, tasks in ((prepared.train, train), (prepared.validation, unseen)):
         places = table.take(np.arange(table.rows))["histories"][:, 0]
@@ -210,7 +207,7 @@ def test_missing_histories_and_the_command_that_makes_them(
     assert lines[1].split() == ["histories", "25", "tasks", "x", "8", "streams", "x", "100", "steps", "(20,000)"]
     assert lines[2].endswith(" of 8.56 (mean of all, against the optimum)")
     assert len(lines) == 3
-    assert file == file_of(options_of(config), "hdf5")
+    assert file == file_of(options_of(config))
     assert prepare(config).train.rows == 22 * STREAMS
     capsys.readouterr()
     assert main([*shlex.split(error.value.hint)[1:], "--device", "cpu"]) == ExitCode.DONE
@@ -388,10 +385,3 @@ def shape_of(config: RunConfig) -> Any:
     from lockstep.models import shapes
 
     return shapes.resolve(config.model, context_length=config.training.context_length)
-
-
-def test_the_note_holds_what_it_says(collected: Path) -> None:
-    note: Mapping[str, Any] = json.loads(file_in(collected, "json").read_text())
-    assert note["tasks"] == list(range(TASKS))
-    assert note["world"] == {"name": "darkroom", "size": 5, "horizon": 20}
-    assert note["settings"]["learner"]["name"] == "PSRL"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 
 from lockstep.cli import main
-from lockstep.data.histories import is_ready
 from lockstep.engine import collect, history_files
 from lockstep.errors import DataError, ExitCode
 from lockstep.learners.posterior import Posterior
 from lockstep.worlds import key_door, split
-from tests.engine.gathered import STEPS, STREAMS, TASKS, collected, configuration, file_in, options_of, own, prepare
+from tests.engine.gathered import STEPS, STREAMS, TASKS, collected, configuration, file_in, own, prepare
 from tests.gates.training import run
 
 __all__ = ["collected", "own"]
@@ -51,7 +49,6 @@ def test_histories_of_another_program_are_learnt_from(own: Path, tmp_path: Path)
         "all are distilled",
         "all are distilled",
     ]
-    assert is_ready(options_of(configuration(own)))
     parts, recorder = run(tmp_path / "run", {"data.data_path": own, "training.max_steps": 2}, family="ad")
     assert len(recorder.records) == 2
     assert parts.rows == 17 * 4
@@ -157,14 +154,11 @@ def test_histories_of_keys_and_doors_are_checked_too(tmp_path: Path) -> None:
     )
     file = collect.collect(wanted)
     foreign(file, tasks=16)
-    before = np.load(wanted.file("npy"))
-    assert before[2].any()
-    collect.collect(wanted)
-    assert (np.load(wanted.file("npy")) == before).all()
+    assert history_files.read_hdf5(file, wanted.world).table[2].any()
     with h5py.File(file, "r+") as content:
         content["9"]["rewards"][12, 1] = 1 - content["9"]["rewards"][12, 1]
     with pytest.raises(DataError, match="task 9, stream 1, step 12 does not follow the rules of key_door"):
-        collect.collect(wanted)
+        history_files.read_hdf5(file, wanted.world)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 20_000, -1])
@@ -185,26 +179,3 @@ def test_another_horizon_is_seen(own: Path) -> None:
     assert prepare(configuration(own))
     with pytest.raises(DataError, match="does not follow the rules of darkroom, 5 x 5 cells, 10 steps an episode"):
         prepare(configuration(own, horizon=10))
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "changed"])
-def test_a_damaged_table_is_made_again(damage: str, own: Path) -> None:
-    table, before = file_in(own, "npy"), file_in(own, "npy").read_bytes()
-    changed = {"cut": before[:-7], "changed": before[:-1] + b"\xff"}
-    if damage in changed:
-        table.write_bytes(changed[damage])
-    else:
-        table.unlink()
-    assert not is_ready(options_of(configuration(own)))
-    assert prepare(configuration(own))
-    assert table.read_bytes() == before
-
-
-def test_a_table_that_was_changed_in_secret_is_refused(own: Path) -> None:
-    table = file_in(own, "npy")
-    times = table.stat().st_atime_ns, table.stat().st_mtime_ns
-    table.write_bytes(table.read_bytes()[:-1] + b"\x09")
-    os.utime(table, ns=times)
-    with pytest.raises(DataError, match="damaged: 9 among the rewards, of which there are 2") as error:
-        prepare(configuration(own))
-    assert error.value.hint == f"rm {table}: it is made again from the .hdf5 file"

@@ -1,10 +1,8 @@
 """Histories of source learners on disk: made chunk by chunk, resumed where interrupted, the same bytes each time.
 
-For a world, a learner and a seed there are, once all is done,
+For a world, a learner and a seed there is, once all is done,
 
-    history_<world>_<learner>_alg-seed<seed>.npy    uint8 (3, tasks, streams, steps): cells, actions, rewards
     history_<world>_<learner>_alg-seed<seed>.hdf5   the documented file: a group per task, int32
-    history_<world>_<learner>_alg-seed<seed>.json   that both belong together; written last
 
 and until then a folder `.parts` with the finished chunks. `next_states` are where the steps led, also at the end of an
 episode, whose next row begins at the start again. Of several processes one collects, the others wait for it.
@@ -26,17 +24,9 @@ import torch
 
 from lockstep import rundir
 from lockstep.data.builders import building, note_beside, read_json
-from lockstep.data.histories import Note, read_note, stem, write_note
+from lockstep.data.histories import stem
 from lockstep.engine.headway import Headway
-from lockstep.engine.history_files import (
-    TableFile,
-    differences,
-    export_hdf5,
-    import_hdf5,
-    read_table,
-    settings_of,
-    world_settings,
-)
+from lockstep.engine.history_files import differences, export_hdf5, settings_of, world_settings
 from lockstep.errors import ConfigError, DataError, ExitCode, LockstepError, Stopped
 from lockstep.learners import draws
 from lockstep.learners.history import Learner
@@ -46,7 +36,7 @@ from lockstep.worlds.table import World
 
 log = logging.getLogger(__name__)
 
-STEP_BYTES = 3 + 3 + 29  # on disk: in a chunk, in the table, in the HDF5 file
+STEP_BYTES = 3 + 29  # on disk: in a chunk, in the HDF5 file
 
 
 @dataclass(frozen=True)
@@ -142,52 +132,40 @@ def collect(
     workers: threads on a CPU, 0 for one per core. again: what to do about histories of other settings.
     """
     how, final = How(torch.device(device), workers, overwrite, again, progress), wanted.file("hdf5")
-    note = None if overwrite else read_note(final)
-    if note and (note.settings or note.world == world_settings(wanted.world)):
-        _refuse_others(note.settings, wanted, final, again)
-        return final
+    if overwrite or not final.exists():
+        _make_alone(wanted, how)
+    if not overwrite:
+        _refuse_others(settings_of(final), wanted, final, again)
+    return final
+
+
+def _make_alone(wanted: Collection, how: How) -> None:
+    """Of several processes one collects; the others wait, and then find it done."""
+    final, key = wanted.file("hdf5"), f".{wanted.stem}"
     rundir.probe(wanted.folder, key="data.data_path")
-    key = f".{wanted.stem}"
     try:
         with building(wanted.folder, key, what=final):
             for leftover in wanted.folder.glob(f"{wanted.stem}.*.tmp-*"):  # of one that was killed: we hold its lock
                 leftover.unlink(missing_ok=True)
-            note = _open(wanted, how) or _collect(wanted, how, wanted.folder / f"{key}.builder")
-            write_note(final, note)
+            if how.overwrite or not final.exists():
+                _collect(wanted, how, wanted.folder / f"{key}.builder")
     except OSError as error:
         raise rundir.io_error(error, wanted.folder, doing="collecting histories") from error
-    return final
 
 
-def _open(wanted: Collection, how: How) -> Note | None:
-    """What lies there already, made by whom it may; None: nothing, or it is to be replaced."""
-    final = wanted.file("hdf5")
-    if how.overwrite or not final.exists():
-        return None
-    _refuse_others(settings_of(final), wanted, final, how.again)
-    shutil.rmtree(wanted.file("parts"), ignore_errors=True)  # of one that was killed at the very end
-    if (note := read_note(final)) and note.world == world_settings(wanted.world):  # made while we waited
-        return note
-    return import_hdf5(final, wanted.file("npy"), wanted.world)
-
-
-def _collect(wanted: Collection, how: How, builder: Path) -> Note:
+def _collect(wanted: Collection, how: How, builder: Path) -> None:
     import h5py  # noqa: F401 - who has no such package hears it before the work, not after
 
-    final, table = wanted.file("hdf5"), wanted.file("npy")
+    final = wanted.file("hdf5")
     _check_room(wanted)
     parts = _parts(wanted, how)
     total = len(wanted.tasks) * wanted.streams * wanted.steps
     with Headway(lambda line: note_beside(builder, line), progress=how.progress, unit="steps") as headway:
         headway.begin("Collecting", total=total)
         _make(wanted, parts, how, headway)
-    with rundir.replacing(table) as temporary, temporary.open("xb") as file:
-        _join(wanted, parts, TableFile.begin(file, (len(wanted.tasks), wanted.streams, wanted.steps)))
-    histories = read_table(table)
     with rundir.replacing(final) as temporary:
-        export_hdf5(wanted, histories, temporary)
+        export_hdf5(wanted, _joined(wanted, parts), temporary)
     shutil.rmtree(parts[0].parent)
-    return Note(wanted.settings(), world_settings(wanted.world), wanted.tasks)
 
 
 def _check_room(wanted: Collection) -> None:
@@ -268,18 +246,20 @@ def _chunk(wanted: Collection, world: World, number: int, path: Path) -> None:
         np.save(file, part)
 
 
-def _join(wanted: Collection, parts: list[Path], table: TableFile) -> None:
-    """All chunks as one table."""
-    start, whole = 0, len(wanted.tasks) * wanted.streams
+def _joined(wanted: Collection, parts: list[Path]) -> np.ndarray[Any, Any]:
+    """All chunks as one table: (3, tasks, streams, steps)."""
+    whole = len(wanted.tasks) * wanted.streams
+    table, start = np.empty((3, whole, wanted.steps), np.uint8), 0
     for part in parts:
         try:
             rows = np.load(part, allow_pickle=False)
+            table[:, start : start + rows.shape[1]] = rows
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"a damaged chunk: {error}", where=str(part), hint=f"rm {part}, and again") from error
-        table.put(start, rows)
         start += rows.shape[1]
     if start != whole:
         raise DataError(f"{start} of {whole} streams", where=str(parts[0].parent), hint=f"rm -r {parts[0].parent}")
+    return table.reshape(3, len(wanted.tasks), wanted.streams, wanted.steps)
 
 
 def _refuse_others(

@@ -18,11 +18,11 @@ import torch
 from lockstep import registry
 from lockstep.config.load import load, presets
 from lockstep.data.cache import key_of
-from lockstep.data.histories import FOLDER, HistoryTable, Note, read_note
+from lockstep.data.histories import FOLDER, HistoryTable
 from lockstep.data.options import HistoryOptions
 from lockstep.engine import collect
 from lockstep.engine.collect import Collection
-from lockstep.engine.history_files import check_values, read_table, world_settings
+from lockstep.engine.history_files import read_hdf5, world_settings
 from lockstep.errors import ConfigError, DataError, NotFoundError
 from lockstep.models.agent_shapes import AgentShape
 from lockstep.runtime import env, hardware
@@ -57,16 +57,6 @@ class Gathered:
     last_return: float | None  # mean over all of them; None: not one whole episode
     optimum: float
     made: bool  # just now
-
-    @staticmethod
-    def of(path: Path, note: Note, world: World, *, made: bool) -> Gathered:
-        """As it lies on the disk."""
-        table = read_table(path.with_suffix(".npy"))
-        whole = table.shape[-1] // world.horizon * world.horizon
-        last = table[2, :, :, max(0, whole - world.horizon) : whole]
-        mean = float(last.mean()) * world.horizon if whole else None
-        best = world.optimum(torch.tensor(note.tasks)).double().mean().item()
-        return Gathered(path, table.shape[1:], mean, best, made)
 
     def lines(self) -> list[str]:
         """For people."""
@@ -148,11 +138,15 @@ def tasks_of(options: HistoryOptions, world: World) -> Split:
 
 def gather(config: RunConfig, *, overwrite: bool = False) -> Gathered:
     """Collect the histories a configuration asks for, unless they are there."""
-    asked, made = wanted(_options(config)), False
-    if overwrite or read_note(asked.file("hdf5")) is None:
-        made = overwrite or not asked.file("hdf5").exists()
+    asked = wanted(_options(config))
+    made = overwrite or not asked.file("hdf5").exists()
     path = _collected(config, asked, overwrite=overwrite)
-    return Gathered.of(path, _note_of(path), asked.world, made=made)
+    found, horizon = read_hdf5(path, asked.world), asked.world.horizon
+    whole = found.table.shape[-1] // horizon * horizon  # steps of whole episodes
+    last = found.table[2, :, :, max(0, whole - horizon) : whole]
+    mean = float(last.mean()) * horizon if whole else None
+    best = asked.world.optimum(torch.tensor(found.tasks)).double().mean().item()
+    return Gathered(path, found.table.shape[1:], mean, best, made)
 
 
 def _options(config: RunConfig) -> HistoryOptions:
@@ -170,12 +164,6 @@ def _collected(config: RunConfig, asked: Collection, *, overwrite: bool = False)
         again=lambda: f"{how_to_collect(config)} --overwrite, or another data.data_path",
         progress=config.report.progress,
     )
-
-
-def _note_of(path: Path) -> Note:
-    if (note := read_note(path)) is None:
-        raise DataError("changed while it was opened", where=str(path), hint="the same command once more")
-    return note
 
 
 def how_to_collect(config: RunConfig) -> str:
@@ -215,17 +203,15 @@ def prepare(config: RunConfig, *, actions: int) -> Prepared:
         if not options.collect:
             raise NotFoundError("no histories to learn from", where=str(path), hint=how_to_collect(config))
         logger.log(told, "Collecting histories: %s", path)
-    note = _note_of(_collected(config, asked))
-    table = read_table(asked.file("npy"))
-    steps = _distilled(table, options, asked.world.horizon)
-    check_values(steps, asked.world, asked.file("npy"))
+    found = read_hdf5(_collected(config, asked), asked.world)
+    steps = _distilled(found.table, options, asked.world.horizon)
     _check_length(config, steps.shape[-1])
-    tasks, notices = _present(tasks_of(options, asked.world), note.tasks, path)
-    notices += _fewer(options, table)
+    tasks, notices = _present(tasks_of(options, asked.world), found.tasks, path)
+    notices += _fewer(options, found.table)
     for notice in notices:
         logger.log(logging.WARNING if told == logging.INFO else told, notice)
     flat = np.ascontiguousarray(steps).reshape(3, -1, steps.shape[-1])  # a copy only of a part of the table
-    about = {"tasks": note.tasks, "world": world_settings(asked.world), "split": tasks}
+    about = {"tasks": found.tasks, "world": world_settings(asked.world), "split": tasks}
     key = key_of({"histories": hashlib.sha256(flat.reshape(-1).data).hexdigest(), **about})
     histories = Histories(
         flat,
@@ -235,7 +221,7 @@ def prepare(config: RunConfig, *, actions: int) -> Prepared:
         region=asked.learner.region,
         stride=options.episode_stride,
     )
-    train, validation = (_rows(part, note.tasks, streams=steps.shape[2]) for part in tasks)
+    train, validation = (_rows(part, found.tasks, streams=steps.shape[2]) for part in tasks)
     logger.log(told, "Histories: %s, %d to learn from, %d of unseen tasks", path, train.rows, validation.rows)
     return Prepared(train, validation, None, key, path.parent, f"histories {path.name}", tuple(notices), histories)
 

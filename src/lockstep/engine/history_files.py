@@ -1,24 +1,20 @@
-"""Histories as files: the documented HDF5 file, and the table that is made from it once all of it was checked.
+"""The documented HDF5 file of histories: written, and read into memory once all of it was checked.
 
-The HDF5 file has a group per task; what another program wrote in the same form is learnt from too. The table is uint8
-(3, tasks, streams, steps): cells, actions, rewards. It is written piece by piece and never mapped for writing: on a
-full disk that is an error, where a mapping would end the process.
+It has a group per task; what another program wrote in the same form is learnt from too. In memory histories are one
+uint8 table (3, tasks, streams, steps): cells, actions, rewards.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep import rundir
-from lockstep.data.histories import Note
 from lockstep.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:
@@ -26,48 +22,16 @@ if TYPE_CHECKING:
     from lockstep.engine.collect import Collection
     from lockstep.worlds.table import World
 
-COLUMNS = ("cells", "actions", "rewards")
 SETTINGS = "lockstep"  # the attribute of the HDF5 file that says how it was made
 INSIDE, BEGINS, ENDS = range(3)  # compress_markers: where a region of the learner begins and ends
-Shape = tuple[int, int, int]  # tasks, streams, steps
 
 
 @dataclass(frozen=True)
-class TableFile:
-    """A table while it is written."""
+class HistoryFile:
+    """What a file of histories holds."""
 
-    file: IO[bytes]
-    shape: Shape
-    start: int  # of the numbers, after the header
-
-    @staticmethod
-    def begin(file: IO[bytes], shape: Shape) -> TableFile:
-        """Write the header, and make room for the rest."""
-        header = {"descr": "|u1", "fortran_order": False, "shape": (len(COLUMNS), *shape)}
-        np.lib.format.write_array_header_1_0(file, header)
-        return TableFile(file, shape, file.tell())
-
-    def put(self, first: int, rows: Array) -> None:
-        """(3, n, steps), as the streams from `first` on, counted over all tasks."""
-        tasks, streams, steps = self.shape
-        for number, column in enumerate(rows):
-            self.file.seek(self.start + (number * tasks * streams + first) * steps)
-            self.file.write(np.ascontiguousarray(column, np.uint8).data)
-
-
-def read_table(path: Path) -> Array:
-    """The table, mapped; what is cut short or of another form is refused."""
-    try:
-        table: Array = np.load(path, mmap_mode="c", allow_pickle=False)  # never written to: torch asks for it
-        if table.dtype != np.uint8 or table.ndim != 4 or len(table) != len(COLUMNS):
-            raise ValueError(f"{table.dtype} {table.shape}, not uint8 (3, tasks, streams, steps)")
-    except (OSError, ValueError, EOFError) as error:
-        hint = f"rm {path}: it is made again from the .hdf5 file"
-        raise DataError(f"not a readable table of histories: {error}", where=str(path), hint=hint) from error
-    return table
-
-
-# ------------------------------------------------------------------------------------------------ the HDF5 file
+    tasks: tuple[int, ...]  # in the order of the table
+    table: Array  # uint8 (3, tasks, streams, steps)
 
 
 def world_settings(world: World) -> dict[str, Any]:
@@ -170,34 +134,32 @@ def settings_of(path: Path) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def import_hdf5(path: Path, table: Path, world: World) -> Note:
-    """The table of a file of the documented form, tasks in the order of their numbers; refused unless it is sound."""
+def read_hdf5(path: Path, world: World) -> HistoryFile:
+    """A file of the documented form, tasks in the order of their numbers; refused unless all of it is sound."""
     import h5py
 
-    settings = settings_of(path)
-    with rundir.replacing(table) as temporary, temporary.open("xb") as out:
-        try:
-            with h5py.File(path) as file:
-                tasks = sorted(int(name) for name in map(str, file) if name.isdecimal() and str(int(name)) == name)
-                if not tasks:
-                    raise _damaged(path, "no histories in it: groups 0, 1, ... are missing")
-                if tasks[-1] >= world.tasks:
-                    rules = f"{world.name} of {world.size} x {world.size} cells has {world.tasks}"
-                    raise _damaged(path, f"task {tasks[-1]}, and {rules}", "data.env and data.grid_size as it was made")
-                written: TableFile | None = None
-                for place, task in enumerate(tasks):
-                    rows = _checked(_Group(file[str(task)], path, task), world)
-                    written = written or TableFile.begin(out, (len(tasks), *rows.shape[1:]))
-                    if rows.shape[1:] != written.shape[1:]:
-                        streams, steps = rows.shape[1:]
-                        usual = f"{written.shape[1]} x {written.shape[2]}, as those before"
-                        raise _damaged(path, f"task {task}: {streams} streams x {steps} steps, not {usual}")
-                    written.put(place * rows.shape[1], rows)
-        except (OSError, RuntimeError, KeyError) as error:
-            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-                raise rundir.io_error(error, table, doing="writing the table of histories") from error
-            raise _damaged(path, f"cannot be read: {error}") from error
-    return Note(settings, world_settings(world), tuple(tasks))
+    try:
+        with h5py.File(path) as file:
+            tasks = sorted(int(name) for name in map(str, file) if name.isdecimal() and str(int(name)) == name)
+            if not tasks:
+                raise _damaged(path, "no histories in it: groups 0, 1, ... are missing")
+            if tasks[-1] >= world.tasks:
+                rules = f"{world.name} of {world.size} x {world.size} cells has {world.tasks}"
+                raise _damaged(path, f"task {tasks[-1]}, and {rules}", "data.env and data.grid_size as it was made")
+            table: Array | None = None
+            for place, task in enumerate(tasks):
+                rows = _checked(_Group(file[str(task)], path, task), world)
+                if table is None:
+                    table = np.empty((len(rows), len(tasks), *rows.shape[1:]), np.uint8)
+                if rows.shape[1:] != table.shape[2:]:
+                    streams, steps = rows.shape[1:]
+                    usual = f"{table.shape[2]} x {table.shape[3]}, as those before"
+                    raise _damaged(path, f"task {task}: {streams} streams x {steps} steps, not {usual}")
+                table[:, place] = rows
+    except (OSError, RuntimeError, KeyError) as error:
+        raise _damaged(path, f"cannot be read: {error}") from error
+    assert table is not None
+    return HistoryFile(tuple(tasks), table)
 
 
 @dataclass(frozen=True)
@@ -210,9 +172,10 @@ class _Group:
 
     def column(self, name: str, *, limit: int, dimensions: int = 2) -> Array:
         """Whole numbers from 0 to below a limit, (steps, streams, ...)."""
-        if not hasattr(self.group, "keys") or not hasattr(self.group.get(name), "dtype"):  # a group, and its dataset
+        dataset = self.group.get(name) if hasattr(self.group, "keys") else None
+        if dataset is None or not hasattr(dataset, "dtype"):  # a group has none
             raise _damaged(self.path, f"task {self.task} has no {name!r}")
-        found: Array = np.asarray(self.group[name][()])
+        found: Array = np.asarray(dataset[()])
         if found.ndim != dimensions or not found.size or found.dtype.kind not in "biuf":
             raise _damaged(self.path, f"task {self.task}: {name} is {found.dtype} {found.shape}")
         low, high = found.min(), found.max()
@@ -244,16 +207,6 @@ def _checked(group: _Group, world: World) -> Array:
 
 def _damaged(path: Path, what: str, hint: str = "") -> DataError:
     return DataError(what, where=str(path), hint=hint or "another file, or lockstep collect ad ... --overwrite")
-
-
-def check_values(steps: Array, world: World, path: Path) -> None:
-    """Refuse a table with what cannot be in this world: (3, ...)."""
-    for name, column, limit in zip(COLUMNS, steps, (world.cells, world.actions, 2), strict=True):
-        if math.prod(column.shape) and (found := int(column.max())) >= limit:
-            hint = f"rm {path}: it is made again from the .hdf5 file"
-            raise DataError(
-                f"damaged: {found} among the {name}, of which there are {limit}", where=str(path), hint=hint
-            )
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:

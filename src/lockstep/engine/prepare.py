@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep import registry
 from lockstep.data.cache import Table, key_of, open_or_build, parts_folder
-from lockstep.data.histories import is_ready
+from lockstep.data.histories import file_of
 from lockstep.data.options import HistoryOptions
 from lockstep.data.tokenize import TokenizerFile, load_tokenizer
 from lockstep.engine import windows
@@ -134,7 +134,7 @@ def is_prepared(config: RunConfig) -> bool:
     """Whether the dataset lies in the cache, asked without loading torch; False also where that cannot be known."""
     options, objective = config.data, type(config.objective)
     if isinstance(options, HistoryOptions):
-        return is_ready(options)
+        return file_of(options).exists()
     if config.objective.name != objective.model_fields["name"].default or is_own(options.dataset_name):
         return False
     if shapes.known(config.model.model_path) is None and not Path(config.model.model_path).is_dir():
