@@ -31,8 +31,8 @@ class OneByOne(Crew):
             return replica.main(task.command[3:])
 
 
-def check(fault: str, *, code: int, gpus: str = "3") -> dict[str, Any]:
-    words = ["--device", "cpu", "--quick", "--workload", "llama", "--name", "run", "--slow", "100", "--gpus", gpus]
+def check(fault: str, *, code: int, gpus: str = "3", slow: str = "100") -> dict[str, Any]:
+    words = ["--device", "cpu", "--quick", "--workload", "llama", "--name", "run", "--slow", slow, "--gpus", gpus]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_FAULT", fault)
         assert cli.main(["check", *words]) == code
@@ -80,3 +80,14 @@ def test_in_processes_of_their_own(
     assert [card["status"] for card in told["gpus"]] == statuses
     first = told["gpus"][0]["difference"]
     assert (first and (first["step"], first["tensor"])) == ((7, f"weights:{WEIGHT}") if fault else None)
+
+
+def test_a_worker_that_is_three_times_as_slow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Item 165, with the steps of real replicas; the threshold is the user's."""
+    monkeypatch.chdir(tmp_path)
+    fault = "slow@rank=1,where=loader,factor=3"
+    told = check(fault, code=3, slow="1.5")
+    assert [card["status"] for card in told["gpus"]] == ["PASS", "FAIL", "PASS"]
+    assert told["gpus"][1]["reasons"][0].startswith("slow in llama: its median step is ")
+    (tmp_path / "runs/run").rename(tmp_path / "runs/first")
+    assert [card["status"] for card in check(fault, code=0, slow="5")["gpus"]] == ["PASS"] * 3
