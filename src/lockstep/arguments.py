@@ -59,6 +59,7 @@ REMOVED = {  # a flag, a flag with its value, a verb's flag or argument that loc
     "--launch slurm": ("jobs are submitted by sbatch", "lockstep script slurm FAMILY PRESET | sbatch"),
     "lockstep bench --anyway": ("a busy machine is a warning line", "lockstep bench FAMILY PRESET"),
     "lockstep bench scaling --anyway": ("a busy machine is a warning line", "lockstep bench scaling FAMILY PRESET"),
+    "lockstep check --audit": ("--deterministic names the operation", "lockstep train FAMILY PRESET --deterministic"),
     "lockstep replay --eager-attention": ("plain attention is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --fp32": ("fp32 is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --no-compile": ("the step is always tried without the compiler", "lockstep replay BUNDLE"),

@@ -210,7 +210,6 @@ def check(arguments: Namespace, _: list[Setting]) -> int:
             workload=arguments.workload,
             golden=expanded(arguments.golden, where="--golden") if arguments.golden else None,
             slow_ratio=arguments.slow,
-            audit=arguments.audit,
             out=expanded(arguments.out, where="--out"),
             name=arguments.name,
             json=arguments.json,

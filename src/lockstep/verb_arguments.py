@@ -158,7 +158,6 @@ def _check(parser: Parser) -> None:
                 type=real(1.0, 100.0))  # fmt: skip
     parser.flag("--timeout", "seconds without a sign of life after which a card fails (300, 600 or 1200)", metavar="S",
                 type=real(1.0, 1e7))  # fmt: skip
-    parser.flag("--audit", "instead: one step twice on one card, and which operations do not repeat their bits")
     parser.flag("--out", "folder of the runs (runs)", metavar="DIR", default="runs")
     parser.flag("--name", "of this check (check-TIME)", metavar="NAME", default="")
     parser.flag("--json", "print check.json and nothing else")

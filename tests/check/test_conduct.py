@@ -237,7 +237,7 @@ def test_a_name_that_a_check_has_is_no_run_to_go_on_with(place: Path, capsys: py
         (("--name", "a/b"), 2, "is not allowed"),
         (("--slow", "0.5"), 2, "from 1 to 100"),
         (("--quick", "--deep"), 2, "not allowed with"),
-        (("--audit", "--json"), 2, "an audit is told in words"),
+        (("--audit",), 2, "--deterministic names the operation"),
         (("--out", "/proc/nothing"), 73, "cannot create the run folder"),
     ],
 )
@@ -277,14 +277,6 @@ def test_data_that_cannot_be_made_is_told_as_the_child_told_it(
     found = cli.main(["check", "--device", "cpu", "--quick", "--gpus", "2", "--workload", "llama"])
     assert found == (74 if code == 74 else 1)
     assert capsys.readouterr().err.endswith(told)
-
-
-def test_an_audit_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(rounds.Rounds, "audit", lambda _: (0, ["Audit on CPU", "all 25 repeat their bits"]))
-    assert cli.main(["check", "--device", "cpu", "--quick", "--gpus", "2", "--audit", "--name", "run"]) == 0
-    assert "all 25 repeat their bits\nkept in runs/run/audit.txt\n" in capsys.readouterr().out
-    assert (place / "runs/run/audit.txt").read_text() == "Audit on CPU\nall 25 repeat their bits\n"
-    assert not (place / "runs/run" / conduct.UNFINISHED).exists()
 
 
 @pytest.mark.usefixtures("place")

@@ -1,4 +1,4 @@
-"""Replicas of `lockstep check` on a real GPU: equal bits with the production kernels, a flip that is named, an audit.
+"""Replicas of `lockstep check` on a real GPU: equal bits with the production kernels, a flip that is named.
 
 Several processes share the one card, each with a cap on its memory. LOCKSTEP_CHECK_ON_CPU=1 runs every line on the CPU
 with small sizes. What is worth reading goes to $OUT, if it is set.
@@ -18,12 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.check import audit, probes, records, verdict
+from lockstep.check import probes, records, verdict
 from lockstep.check.errand import FILE, Errand
 from lockstep.check.records import Card, Replica, Work, Workload
 from lockstep.check.stragglers import speeds
 from lockstep.check.workloads import GIB, MADE, prepare_all, workloads
-from lockstep.health.finding import Place
 from lockstep.health.records import chain_of, first_tensor
 from tests.check import tiny
 
@@ -169,31 +168,6 @@ def test_a_flipped_bit_in_the_memory_pattern_is_seen(together: Callable[..., lis
     word = wrong.facts["wrong_words"][0]
     assert (word["step"], word["word"]) == (1, 5)
     assert int(word["right"], 16) ^ int(word["wrong"], 16) == 1 << 50
-
-
-def test_the_audit_names_what_does_not_repeat(tmp_path: Path, rows: Path) -> None:
-    """cuDNN's dQ hardly ever repeats (house 12.11): once in a few audits is the least."""
-    chosen = workload(FULL, 2)
-    prepare_all([chosen], rows)
-    own = Errand(Card(0, 0), DEVICE, (chosen,), tmp_path, rows)
-    tell("audit", list(audit.run(own)))
-    blamed = list[Place]()
-    for _ in range(1 if ON_CPU else 4):
-        found = audit.audit(chosen, own, torch.device(DEVICE))
-        assert found.blocks.count > 20
-        assert not found.blocks.obstacle
-        assert not found.operations.obstacle
-        blamed += found.operations.origins[:1]
-        assert all(origin.phase == "backward" for origin in found.blocks.origins)
-    if ON_CPU:
-        assert not blamed
-        return
-    assert found.facts["attention"] == "cudnn"
-    assert blamed
-    for origin in blamed:
-        assert origin.phase == "backward"
-        assert "attention" in origin.operation.lower()
-        assert origin.module.endswith("attention")
 
 
 @pytest.mark.skipif(ON_CPU, reason="CPU workers share cores: they are judged by another ratio")

@@ -31,7 +31,6 @@ LASTS = {  # all workloads of a level; what is compiled for the first time comes
     "cuda": {"quick": "about a minute", "default": "some minutes", "deep": "half an hour or more"},
     "cpu": {"quick": "less than a minute", "default": "about a minute", "deep": "some minutes"},
 }
-AUDIT = "audit.txt"
 UNFINISHED = "unfinished"  # a file in the folder of a check that has not come to its end
 PATIENCE_SECONDS = {"quick": 300.0, "default": 600.0, "deep": 1200.0}  # compiling for a card writes nothing meanwhile
 SLOW_RATIO = {"cuda": verdict.SLOW_RATIO, "cpu": 1.5}  # whoever else computes on this machine slows a CPU worker
@@ -47,7 +46,6 @@ class Asked:
     workload: str = ""
     golden: Path | None = None
     slow_ratio: float | None = None  # None: by the device
-    audit: bool = False
     out: Path = Path("runs")
     name: str = ""
     json: bool = False
@@ -56,8 +54,6 @@ class Asked:
 
 def check(asked: Asked) -> int:
     """Check the cards of this process, and with other processes all of theirs; the exit code is that of all."""
-    if asked.audit and asked.json:
-        raise ConfigError("an audit is told in words", where="--audit --json", hint="--audit alone")
     place = env.detect()
     device = _device(asked)
     mine = _cards(asked, place, cpu=device == "cpu")
@@ -72,13 +68,10 @@ def check(asked: Asked) -> int:
         plan = Plan(device, chosen, folder, pins.cache_roots(pins.CACHE)[0], patience, _memory(mine, device))
         rounds = Rounds(crew, plan, mine, progress.tell)
         try:
-            if asked.audit:
-                code, lines = peers.together(lambda: _audit(rounds, progress))
-            else:
-                found = _Check(asked, peers, rounds, progress, book)
-                found.run()
-                code, lines = peers.together(found.conclude)
-                rounds.clear()
+            found = _Check(asked, peers, rounds, progress, book)
+            found.run()
+            code, lines = peers.together(found.conclude)
+            rounds.clear()
         except BaseException as error:
             _mark(folder, f"ended early: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             raise
@@ -260,16 +253,6 @@ def _folder(asked: Asked) -> Path:
 def _mark(folder: Path, words: str) -> None:
     with contextlib.suppress(OSError):
         (folder / UNFINISHED).write_text(f"{env.redact(words)}\n", encoding="utf-8")
-
-
-def _audit(rounds: Rounds, progress: Progress) -> tuple[int, list[str]]:
-    progress.say(f"One step twice on {rounds.cards[0].name}, every operation compared")
-    rounds.prepare()
-    code, lines = rounds.audit()
-    folder = rounds.plan.folder
-    rundir.write_bytes(folder / AUDIT, "".join(f"{line}\n" for line in lines).encode())
-    (folder / UNFINISHED).unlink(missing_ok=True)
-    return code, [*lines, f"kept in {folder / AUDIT}"]
 
 
 # ------------------------------------------------------------------------------------------------ after

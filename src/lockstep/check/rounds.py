@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.check import errand as errands
 from lockstep.check import observe, records
 from lockstep.check.confirm import Order
-from lockstep.check.crew import LOG, Crew, Ending, Member, Task
+from lockstep.check.crew import Crew, Ending, Member, Task
 from lockstep.check.errand import Dump, Errand
 from lockstep.check.records import Card, Replica, Workload
 from lockstep.check.workloads import is_prepared
@@ -20,7 +20,7 @@ from lockstep.errors import ExitCode, LockstepError
 from lockstep.rundir import RunDir
 from lockstep.runtime import env, faults
 
-REPLICA, AUDIT = "lockstep.check.replica", "lockstep.check.audit"  # what the processes run
+REPLICA = "lockstep.check.replica"  # what the processes run
 THREADS = 1  # of the host, in every replica: another number could mean other bits
 SAMPLE_SECONDS = 2.0
 HINT = "try: "  # before the last line of an error
@@ -85,15 +85,6 @@ class Rounds:
                 hint=hint,
                 exit_code=next((known for known in ExitCode if known == ending.code), ExitCode.FAILED),
             )
-
-    def audit(self) -> tuple[int, list[str]]:
-        """One step twice on the first card: (exit code, lines to show)."""
-        errand = self._errand(self.cards[0], self._folder(self.cards[0]))
-        task = self._task("audit", errand, module=AUDIT)
-        task = dataclasses.replace(task, record=None)
-        [ending] = self.crew.run([task], patience_seconds=self.plan.patience_seconds, tell=lambda _: None)
-        shown = (task.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-        return ExitCode.FAILED if ending.code is None else ending.code, shown
 
     def first(self) -> list[Replica]:
         """All workloads on all cards at once. A card alone does them twice, one after the other."""
@@ -166,9 +157,9 @@ class Rounds:
             memory_bytes=plan.memory_bytes,
         )
 
-    def _task(self, name: str, errand: Errand, *flags: str, number: int = 0, module: str = "") -> Task:
+    def _task(self, name: str, errand: Errand, *flags: str, number: int = 0) -> Task:
         file = errand.write(Path(errand.folder) / errands.FILE)
-        command = (sys.executable, "-m", module or REPLICA, *flags, str(file))
+        command = (sys.executable, "-m", REPLICA, *flags, str(file))
         environ = self._environment(errand.card, number)
         cores = _share(errand.card.slot, self.slots)
         return Task(name, command, environ, Path(errand.folder), record=errand.record, cores=cores)

@@ -6,7 +6,7 @@ but never first. The rule below was found by timing its proposals at steady powe
 products of 4 layers of Llama-3.1-8B; it takes 2.4 % off a whole step. As no clock decides, bits are the same in every
 run: a kernel of the library repeats them.
 Anything else is torch's: other cards and types, small products, what the library does not propose, and what somebody
-watches operation by operation (a search for a NaN, an audit, tensors without memory): a call of a library is none.
+watches operation by operation (a search for a NaN, tensors without memory): a call of a library is none.
 """
 
 from __future__ import annotations
