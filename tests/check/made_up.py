@@ -64,7 +64,7 @@ def _work(workload: Workload, noise: random.Random, *, steps: int | None, pace: 
 
 
 def paces(ratio: float = 1.0, *, slow: bool = False) -> tuple[Pace, ...]:
-    return tuple(Pace(each.name, 0.212 * ratio, 0.2153 * ratio, ratio, slow) for each in WORKLOADS)
+    return tuple(Pace(each.name, 0.212 * ratio, 0.2153 * ratio, ratio, ratio if slow else 0.0) for each in WORKLOADS)
 
 
 def checked(verdicts: Sequence[CardVerdict], replicas: Sequence[Replica], **about: Any) -> Checked:

@@ -156,6 +156,15 @@ def test_a_slow_card_fails_and_the_threshold_can_be_set() -> None:
     assert "slow in production: its median step is 3.00 times the group's" in said(judgement.verdicts[2])
     assert [verdict.paces[0].slow for verdict in judgement.verdicts] == [False, False, True, False]
     assert statuses(judge(runs, slow_ratio=4.0)) == [PASS] * 4
+    assert statuses(judge(runs, shortest_seconds=60.0)) == [PASS] * 4, "five seconds would be too short"
+
+
+def test_processes_that_share_a_card_are_not_judged_by_their_times() -> None:
+    """They take turns: a late one has other company than an early one."""
+    runs = [timed(slot, 3.0 if slot == 2 else 1.0) for slot in range(4)]
+    shared = [dataclasses.replace(each, card=card(0, slot=slot)) for slot, each in enumerate(runs)]
+    assert statuses(judge(shared)) == [PASS] * 4
+    assert statuses(judge(runs)) == [PASS, PASS, FAIL, PASS], "the control: a card for each"
 
 
 def health(before: dict[str, object], after: dict[str, object], *samples: dict[str, object]) -> CardVerdict:

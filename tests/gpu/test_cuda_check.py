@@ -21,9 +21,9 @@ import torch
 from lockstep.check import probes, records, verdict
 from lockstep.check.errand import FILE, Errand
 from lockstep.check.records import Card, Replica, Work, Workload
-from lockstep.check.stragglers import speeds
 from lockstep.check.workloads import GIB, MADE, prepare_all, workloads
 from lockstep.health.records import chain_of, first_tensor
+from lockstep.launch.watchdog import slow_ones
 from tests.check import tiny
 
 ON_CPU = bool(os.environ.get("LOCKSTEP_CHECK_ON_CPU"))
@@ -191,9 +191,9 @@ def test_a_card_with_a_delay_is_called_slow_and_no_other(together: Callable[...,
         named[share] = false[share] = 0
         for _ in range(groups):
             seconds = [chance.choice(slow), *chance.sample(clean, 3)]
-            found = speeds(dict(zip("0123", seconds, strict=True)), slow_ratio=verdict.SLOW_RATIO)
-            named[share] += share > 0 and found["0"].slow
-            false[share] += any(speed.slow for name, speed in found.items() if share == 0 or name != "0")
+            found = slow_ones(dict(enumerate(seconds)), factor=verdict.SLOW_RATIO)
+            named[share] += share > 0 and 0 in found
+            false[share] += any(share == 0 or card != 0 for card in found)
     medians = [1e3 * statistics.median(stretch) for stretch in clean]
     lines = [f"delay {share:.0%}: named in {named[share]}, another in {false[share]}" for share in named]
     span = f"clean stretches {min(medians):.2f} to {max(medians):.2f} ms; of {groups} groups each:"

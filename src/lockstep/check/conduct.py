@@ -34,6 +34,7 @@ LASTS = {  # all workloads of a level; what is compiled for the first time comes
 UNFINISHED = "unfinished"  # a file in the folder of a check that has not come to its end
 PATIENCE_SECONDS = {"quick": 300.0, "default": 600.0, "deep": 1200.0}  # compiling for a card writes nothing meanwhile
 SLOW_RATIO = {"cuda": verdict.SLOW_RATIO, "cpu": 1.5}  # whoever else computes on this machine slows a CPU worker
+SHORTEST_SECONDS = {"cuda": 1.0, "cpu": 0.0}  # of a workload whose times are judged: 5 % of milliseconds are chance
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,10 @@ class _Check:
         book = dataclasses.replace(self.book, config_hash=self._config_hash()) if self.book else None
         reruns = [each.replica for each in self.made]
         ratio, chosen = self.asked.slow_ratio or SLOW_RATIO[self.plan.device], self.plan.workloads
-        return verdict.judge(self.found, golden=book, slow_ratio=ratio, reruns=reruns, workloads=chosen)
+        shortest = SHORTEST_SECONDS[self.plan.device]
+        return verdict.judge(
+            self.found, golden=book, slow_ratio=ratio, shortest_seconds=shortest, reruns=reruns, workloads=chosen
+        )
 
     def _golden(self, checked: Checked) -> dict[str, Any]:
         """What came of --golden. Only bits of a check that all cards passed are kept."""

@@ -55,8 +55,11 @@ class Pace:
     median_seconds: float
     p95_seconds: float
     ratio: float  # own median over the median of the group
-    slow: bool = False
-    worst_ratio: float = 1.0  # the same, in the slowest part that was long enough to judge
+    slow_ratio: float = 0.0  # how many times as long as the others when it was found slow; 0: it was not
+
+    @property
+    def slow(self) -> bool:
+        return self.slow_ratio > 0
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,12 @@ def judge(
     *,
     golden: Golden | None = None,
     slow_ratio: float = SLOW_RATIO,
+    shortest_seconds: float = 0.0,
     reruns: Sequence[Replica] = (),
     workloads: Sequence[Workload] = (),
 ) -> Judgement:
-    """Of each card. `reruns`: until a doubtful step, or whole; in another slot: the swap test. `workloads`: the plan,
-    for the steps of each that are warm-up, and for those that nobody got to."""
+    """Of each card. `shortest_seconds`: of a workload that is judged by its times. `reruns`: until a doubtful step, or
+    whole. `workloads`: the plan, for the steps of each that are warm-up, and for those that nobody got to."""
     seats = _seats(replicas, reruns)
     planned = {workload.name: workload for workload in workloads}
     names = list(dict.fromkeys([*planned, *(work.workload for seat in seats for work in seat.first.works)]))
@@ -69,7 +70,8 @@ def judge(
         steps = max(len(finding.letters) for finding in of_workload.values())
         agreement[name] = {label: finding.letters.ljust(steps, MISSING) for label, finding in of_workload.items()}
         warmup = planned[name].warmup_steps if name in planned else Workload(name).warmup_steps
-        for label, pace in _paces(name, seats, warmup=warmup, slow_ratio=slow_ratio).items():
+        limits = {"slow_ratio": slow_ratio, "shortest_seconds": shortest_seconds}
+        for label, pace in _paces(name, seats, warmup=warmup, **limits).items():
             paces[label].append(pace)
         for seat in seats:
             finding = of_workload[seat.label]
@@ -204,18 +206,22 @@ def _follows(name: str, seat: Seat, first: Difference, right: Mapping[int, Bits]
     return said.pop() if len(said) == 1 else ""
 
 
-def _paces(name: str, seats: Sequence[Seat], *, warmup: int, slow_ratio: float) -> dict[str, Pace]:
-    """How fast each card is in one workload, beside those of its kind."""
+def _paces(
+    name: str, seats: Sequence[Seat], *, warmup: int, slow_ratio: float, shortest_seconds: float
+) -> dict[str, Pace]:
+    """How fast each card is in one workload, beside those of its kind. Processes that share a card only take turns."""
     found: dict[str, Pace] = {}
     for kind in dict.fromkeys(seat.kind for seat in seats):
-        works = {seat.label: seat.first.work(name) for seat in seats if seat.kind == kind}
+        own = [seat for seat in seats if seat.kind == kind]
+        shared = len({_place(seat.first.card)[:-1] for seat in own}) < len(own)
+        works = {seat.label: seat.first.work(name) for seat in own}
         times = {
             label: [stamp.seconds for stamp in work.stamps[warmup:] if stamp.seconds > 0]
             for label, work in works.items()
             if work
         }
-        for label, speed in stragglers.speeds(times, slow_ratio=slow_ratio).items():
-            found[label] = Pace(name, speed.median_seconds, speed.p95_seconds, speed.ratio, speed.slow, speed.worst)
+        shortest = math.inf if shared else shortest_seconds
+        found |= stragglers.paces(name, times, slow_ratio=slow_ratio, shortest_seconds=shortest)
     return found
 
 
@@ -260,7 +266,7 @@ def _verdict(seat: Seat, findings: Sequence[Finding], paces: Sequence[Pace], gol
     slow = [
         Finding(
             Status.FAIL,
-            (f"slow in {pace.workload}: its median step is {max(pace.ratio, pace.worst_ratio):.2f} times the group's",),
+            (f"slow in {pace.workload}: its median step is {pace.slow_ratio:.2f} times the group's",),
         )
         for pace in paces
         if pace.slow

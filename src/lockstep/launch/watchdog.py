@@ -20,6 +20,7 @@ from lockstep.launch.beats import RING, Beat
 START_FACTOR = 10  # importing and joining may take so many times longer than a step
 UNLIMITED = ("prepare", "done")  # of one that runs; `done` only while another is not
 WINDOW = 16  # steps whose median is compared
+SHORTEST_WINDOW = 4  # of a short record; fewer steps say nothing
 STRIDE = 8  # steps between two comparisons
 STRIKES = 2  # comparisons in a row that make a worker slow
 SURE = 3.0  # standard errors above which a difference is no noise
@@ -103,7 +104,11 @@ def _waits(stack: str) -> bool:
 
 
 class Slowness:
-    """Compares the workers' own work per step. Each worker is named at most once."""
+    """Compares the workers' own work per step. Each worker is named at most once.
+
+    A worker is slow if in STRIKES comparisons, one after the other, the median of its steps is more than `factor` times
+    that of the others, and further from it than SURE standard errors.
+    """
 
     def __init__(self, factor: float) -> None:
         self.slow: dict[int, float] = {}  # slot -> how many times as long as the others
@@ -116,7 +121,7 @@ class Slowness:
         found: list[int] = []
         while len(beats) > 1 and all(self._next(beat) <= beat.busy_count for beat in beats):
             self._judged = {beat.slot: self._next(beat) for beat in beats}
-            found += self._compare({beat.slot: _window(beat, self._judged[beat.slot]) for beat in beats})
+            found += self.compare({beat.slot: _window(beat, self._judged[beat.slot]) for beat in beats})
         return found
 
     def _next(self, beat: Beat) -> int:
@@ -125,7 +130,8 @@ class Slowness:
         passed = beat.busy_count - (RING - WINDOW) - end
         return end if passed <= 0 else end + math.ceil(passed / STRIDE) * STRIDE
 
-    def _compare(self, windows: Mapping[int, Sequence[float]]) -> list[int]:
+    def compare(self, windows: Mapping[int, Sequence[float]]) -> list[int]:
+        """Slots that are found slow by one more window of each."""
         found: list[int] = []
         medians = {slot: statistics.median(window) for slot, window in windows.items()}
         errors = {slot: _standard_error(window, medians[slot]) for slot, window in windows.items()}
@@ -139,6 +145,16 @@ class Slowness:
                 self.slow[slot] = median / usual
                 found.append(slot)
         return found
+
+
+def slow_ones(times: Mapping[int, Sequence[float]], *, factor: float) -> dict[int, float]:
+    """By the same rule in whole records, window after window: slot -> how many times as long as the others."""
+    steps = min(map(len, times.values()), default=0)
+    slowness, window = Slowness(factor), steps // max(STRIKES, steps // WINDOW)
+    if len(times) > 1 and window >= SHORTEST_WINDOW:
+        for end in range(window, steps + 1, window):
+            slowness.compare({slot: seconds[end - window : end] for slot, seconds in times.items()})
+    return slowness.slow
 
 
 def _window(beat: Beat, end: int) -> Sequence[float]:
