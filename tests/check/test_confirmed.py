@@ -167,6 +167,16 @@ def test_processes_that_share_a_card_are_not_judged_by_their_times() -> None:
     assert statuses(judge(runs)) == [PASS, PASS, FAIL, PASS], "the control: a card for each"
 
 
+def test_one_wrong_word_of_memory_fails_a_card_whatever_the_others_say() -> None:
+    word = {"step": 2, "word": 9, "right": "00ff", "wrong": "01ff"}
+    bad, good = (work("memory", facts={"wrong_words": words}) for words in ([word], []))
+    judgement = judge([replica(0, good), replica(1, bad), replica(2, good)])
+    assert statuses(judgement) == [PASS, FAIL, PASS]
+    assert said(judgement.verdicts[1]) == "memory: word 9 of the pattern was 01ff instead of 00ff after step 2"
+    assert statuses(judge([replica(index, bad) for index in range(2)])) == [FAIL] * 2
+    assert statuses(judge([replica(0, good), replica(0, bad)])) == [FAIL], "a card alone, in its second run"
+
+
 def health(before: dict[str, object], after: dict[str, object], *samples: dict[str, object]) -> CardVerdict:
     return judge([replica(0, before=before, after=after, samples=samples), replica(1)]).verdicts[0]
 

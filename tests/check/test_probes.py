@@ -1,4 +1,4 @@
-"""Probes on the CPU: right memory is silent, a flipped bit is named, kernels repeat their bits and keep in bounds."""
+"""Probes on the CPU: right memory is silent, a flipped bit is named, kernels repeat their bits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lockstep.check import probes
-from lockstep.check.probes import PATTERN, AttentionProbe, Pattern
+from lockstep.check.probes import PATTERN, Pattern
 from lockstep.check.records import Work, Workload
 from lockstep.health.records import first_tensor
 from lockstep.runtime import faults
-from tests.check.tiny import SMALL, done, errand
+from tests.check.tiny import SMALL, done
 
 CPU = torch.device("cpu")
 MEMORY = Workload("memory", kind="memory", settings=SMALL, steps=4, batches=2, pattern_bytes=3 << 20)
@@ -74,7 +74,7 @@ def test_memory_beside_training(tmp_path: Path) -> None:
     wrong = only(tmp_path / "b", MEMORY, fault=f"flip_weight@step=2,tensor={PATTERN},index=9,bit=40")
     assert right.tensors[-1] == PATTERN
     assert all(stamp.sum_of(len(right.tensors) - 1) == "0" * 32 for stamp in right.stamps)
-    assert right.facts["bounds"] == {"wrong pattern words": [0, 0]}
+    assert right.facts["wrong_words"] == []
     assert right.facts["pattern_bytes"] == 3 << 20
     assert [one.bits == other.bits for one, other in zip(right.stamps, wrong.stamps, strict=True)] == [
         True, True, False, False,
@@ -82,26 +82,22 @@ def test_memory_beside_training(tmp_path: Path) -> None:
     assert first_tensor(wrong.stamps[2], right.stamps[2], right.tensors) == PATTERN
     assert wrong.facts["wrong_words"][0]["word"] == 9
     assert wrong.facts["wrong_words"][0]["step"] == 2
-    assert wrong.facts["bounds"] == {"wrong pattern words": [2, 0]}
+    assert len(wrong.facts["wrong_words"]) == 2
 
 
 def test_a_flip_in_the_model_beside_the_pattern_is_the_models(tmp_path: Path) -> None:
     right = only(tmp_path / "a", MEMORY)
     wrong = only(tmp_path / "b", MEMORY, fault="flip_weight@step=2,tensor=layers.0.mlp.w1.weight,bit=3")
     assert first_tensor(wrong.stamps[2], right.stamps[2], right.tensors) == "weights:layers.0.mlp.w1.weight"
-    assert wrong.facts["bounds"] == {"wrong pattern words": [0, 0]}
+    assert wrong.facts["wrong_words"] == []
 
 
 @pytest.mark.parametrize(("workload", "names"), [(ATTENTION, ("forward", "dk", "dv")), (FP8, ("product",))])
-def test_a_kernel_repeats_its_bits_and_keeps_its_bounds(
-    tmp_path: Path, workload: Workload, names: tuple[str, ...]
-) -> None:
+def test_a_kernel_repeats_its_bits(tmp_path: Path, workload: Workload, names: tuple[str, ...]) -> None:
     one, other = only(tmp_path / "a", workload), only(tmp_path / "b", workload)
     assert one.tensors == names
     assert len(one.stamps) == 3
     assert {stamp.bits for stamp in one.stamps} == {other.stamps[0].bits}
-    assert one.facts["bounds"]
-    assert all(0 < value < limit / 2 for value, limit in one.facts["bounds"].values())
     assert set(one.dtypes) == {"bfloat16"}
 
 
@@ -113,30 +109,6 @@ def test_a_flip_in_an_output_is_named(tmp_path: Path, workload: Workload, name: 
         True, False, True,
     ]  # fmt: skip
     assert first_tensor(wrong.stamps[1], right.stamps[1], right.tensors) == name
-
-
-@pytest.mark.parametrize("wrong", [1.2, float("nan")])
-def test_a_gradient_off_its_reference_is_beyond_its_bound(tmp_path: Path, wrong: float) -> None:
-    probe = AttentionProbe(ATTENTION, errand(tmp_path, ATTENTION), CPU)
-    list(probe.stamps())
-    value, limit = probe.facts["bounds"]["dq deviation"]
-    assert value < limit
-    probe.reference = probe.reference * wrong
-    list(probe.stamps())
-    value, limit = probe.facts["bounds"]["dq deviation"]
-    assert value is None if wrong != wrong else value > limit
-
-
-def test_the_reference_is_the_plain_maths_of_all_heads(tmp_path: Path) -> None:
-    probe = AttentionProbe(ATTENTION, errand(tmp_path, ATTENTION), CPU)
-    q, k, v = (tensor.detach().double() for tensor in (probe.q, probe.k, probe.v))
-    k, v = (tensor.repeat_interleave(2, dim=1) for tensor in (k, v))
-    q.requires_grad_()
-    scores = (q @ k.transpose(-1, -2)) / 32**0.5
-    future = torch.ones(96, 96, dtype=torch.bool).triu(1)
-    output = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
-    [expected] = torch.autograd.grad(output, q, probe.flowing.double())
-    assert (probe.reference - expected).norm() / expected.norm() < 1e-5
 
 
 def test_what_a_card_cannot_do_is_said(tmp_path: Path) -> None:

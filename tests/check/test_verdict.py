@@ -226,7 +226,7 @@ def test_the_only_card_of_its_kind_passes_if_its_bits_are_those_of_the_others() 
     assert "from step 6 on nothing to compare" in said(apart.verdicts[2])
 
 
-# -- numbers that are none, bounds, several workloads ---------------------------------------------------------------
+# -- numbers that are none, several workloads -----------------------------------------------------------------------
 
 
 def nan_from(step: int) -> Work:
@@ -242,18 +242,6 @@ def test_a_loss_that_is_no_number_on_one_card_is_its_fault_and_on_all_is_nobodys
     everywhere = judge([replica(index, nan_from(3)) for index in range(3)])
     assert statuses(everywhere) == [UNDECIDED] * 3
     assert "not this card's fault" in said(everywhere.verdicts[0])
-
-
-def probe(value: float | None) -> Work:
-    return work("probe", facts={"bounds": {"dq deviation": [value, 0.25]}})
-
-
-@pytest.mark.parametrize("value", [0.3, None, float("inf")])
-def test_a_probe_beyond_its_bound_fails_the_card(value: float | None) -> None:
-    judgement = judge([replica(0, probe(0.2)), replica(1, probe(0.25)), replica(2, probe(value))])
-    assert statuses(judgement) == [PASS, PASS, FAIL]
-    assert "dq deviation is" in said(judgement.verdicts[2])
-    assert statuses(judge([replica(index, probe(value)) for index in range(2)])) == [UNDECIDED] * 2
 
 
 def test_each_workload_is_voted_on_by_itself() -> None:

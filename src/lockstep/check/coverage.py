@@ -13,7 +13,7 @@ NEVER = (
     "links between cards (NVLink, PCIe peer to peer, network)",
     "memory bandwidth of the host, and how fast it loads data",
 )
-BOUNDED = "the query gradient of cuDNN attention bit for bit: it does not repeat its bits, and is held to bounds"
+UNREPEATED = "the query gradient of cuDNN attention: it does not repeat its bits, and is not compared"
 SILENT = "temperature, clocks and error counters: the driver does not say"
 
 
@@ -30,14 +30,14 @@ def covered(found: Sequence[Replica], chosen: Sequence[Workload], seconds: float
 
 
 def not_covered(found: Sequence[Replica], chosen: Sequence[Workload], device: str) -> tuple[str, ...]:
-    """What did not run, what is not compared bit for bit, and what nobody could say."""
+    """What did not run, what is not compared, and what nobody could say."""
     names = [each.name for each in chosen]
     missing = [each.name for each in workloads("default", device, capability=ADA) if each.name not in names]
     reasons = {(work.workload, work.facts.get("skipped")) for replica in found for work in replica.works}
     return (
         *sorted(f"{name}: {reason}" for name, reason in reasons if reason),
         *([f"workload{'s' if len(missing) > 1 else ''} {', '.join(missing)}"] if missing else []),
-        *([BOUNDED] if any(each.kind == "attention_probe" for each in chosen) else []),
+        *([UNREPEATED] if any(each.kind == "attention_probe" for each in chosen) else []),
         *NEVER,
         *([SILENT] if device == "cuda" and not any(replica.after for replica in found) else []),
     )

@@ -336,15 +336,8 @@ def _said(value: JsonValue) -> str:
 
 
 def _facts(facts: Mapping[str, JsonValue]) -> str:
-    """What a workload said of itself; figures that were held against a limit have it beside them."""
-    plain = {name.replace("_", " "): value for name, value in facts.items() if name != "bounds" and value != []}
-    bounds = facts.get("bounds")
-    held = [
-        f"{name}: {_said(pair[0])} (at most {_said(pair[1])})"
-        for name, pair in (bounds.items() if isinstance(bounds, dict) else ())
-        if isinstance(pair, list) and len(pair) == 2
-    ]
-    return "; ".join(filter(None, [_said(plain), *held]))
+    """What a workload said of itself."""
+    return _said({name.replace("_", " "): value for name, value in facts.items() if value != []})
 
 
 def _workloads(told: Report) -> Markup:

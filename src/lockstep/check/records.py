@@ -64,7 +64,7 @@ class Work:
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     stamps: tuple[Stamp, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # kernels, bounds, bytes touched
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # kernels, bytes touched
     damaged: tuple[int, ...] = ()  # lines whose checksum does not fit; CHAIN: the sums of all do not
     error: str = ""  # why it ended early
     complete: bool = False

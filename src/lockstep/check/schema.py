@@ -76,7 +76,7 @@ class WorkEntry(Part, frozen=True):
         description="hash of everything that was compared at the step, as a golden file has it"
     )
     seconds: tuple[float, ...] = Field(description="time of the step")
-    facts: dict[str, JsonValue] = Field(description="kernels, bounds, bytes touched")
+    facts: dict[str, JsonValue] = Field(description="kernels, bytes touched, wrong words of the memory pattern")
 
 
 class Sample(Part, frozen=True):

@@ -76,10 +76,8 @@ def judge(
         for seat in seats:
             finding = of_workload[seat.label]
             findings[seat.label].append(_attributed(finding, name, seat))
-    beyond = _bounds(names, seats)
     verdicts = tuple(
-        _verdict(seat, [*findings[seat.label], beyond[seat.label], *_kinds(seat, seats)], paces[seat.label], golden)
-        for seat in seats
+        _verdict(seat, [*findings[seat.label], *_kinds(seat, seats)], paces[seat.label], golden) for seat in seats
     )
     return Judgement(verdicts, agreement)
 
@@ -225,28 +223,15 @@ def _paces(
     return found
 
 
-def _bounds(names: Sequence[str], seats: Sequence[Seat]) -> dict[str, Finding]:
-    """What a probe can only hold within bounds. Beyond them on every card: not a card's fault."""
-    found: dict[str, list[Finding]] = {seat.label: [] for seat in seats}
-    for name in names:
-        works = {seat.label: seat.first.work(name) for seat in seats}
-        beyond = {label: _beyond(work) for label, work in works.items() if work and work.facts.get("bounds")}
-        everywhere = len(beyond) > 1 and all(beyond.values())
-        for label, words in beyond.items():
-            status = Status.UNDECIDED if everywhere else Status.FAIL
-            told = " (on every card alike: hardly a card's fault)" if everywhere else ""
-            found[label] += [Finding(status, (f"{name}: {each}{told}",)) for each in words]
-    return {label: merge(each) for label, each in found.items()}
-
-
-def _beyond(work: Work) -> list[str]:
-    words: list[str] = []
-    for what, (value, limit) in work.facts["bounds"].items():
-        if value is None or not math.isfinite(value):
-            words.append(f"{what} is no number")
-        elif value > limit:
-            words.append(f"{what} is {value:.4g}, allowed is {limit:.4g}")
-    return words
+def _pattern(seat: Seat) -> Finding:
+    """One word of memory that came back wrong fails a card, whatever the others say."""
+    works = [work for run in (*seat.runs, *seat.reruns) for work in run.works]
+    wrong = [(work.workload, word) for work in works for word in work.facts.get("wrong_words", ())]
+    if not wrong:
+        return Finding()
+    name, first = wrong[0]
+    word = f"word {first['word']} of the pattern was {first['wrong']} instead of {first['right']}"
+    return Finding(Status.FAIL, (f"{name}: {word} after step {first['step']}",))
 
 
 def _kinds(seat: Seat, seats: Sequence[Seat]) -> list[Finding]:
@@ -271,7 +256,8 @@ def _verdict(seat: Seat, findings: Sequence[Finding], paces: Sequence[Pace], gol
         for pace in paces
         if pace.slow
     ]
-    whole = merge([*findings, *slow, condition(replica), *_golden_times(replica, paces, golden)])
+    own = [_pattern(seat), condition(replica), *_golden_times(replica, paces, golden)]
+    whole = merge([*findings, *slow, *own])
     if replica.error and whole.status is not Status.FAIL:
         whole = merge([whole, Finding(Status.FAIL, (f"did not finish: {replica.error}",))])
     return CardVerdict(replica.card, whole.status, whole.reasons, whole.notes, whole.difference, tuple(paces))
