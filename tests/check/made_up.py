@@ -28,7 +28,6 @@ FLIP = Difference(
     right=("3c1e",),
     wrong=("3c9e",),
     nature="persistent",
-    follows="GPU",
 )
 
 

@@ -95,20 +95,12 @@ def test_a_transient_flip_is_named_and_located(check: Check) -> None:
     right = 6 + 0 + 1 + 2 + 3 + 4
     assert (difference["right"], difference["wrong"]) == ([f"0x{right:08x}"], [f"0x{right ^ 128:08x}"])
     assert "Run again: worker 1 (llama to step 4), worker 0 (llama to step 4)" in told["screen"]
-    assert "Slots exchanged" not in told["screen"], "what stays away tells nothing about slots"
 
 
-def test_a_persistent_fault_follows_the_card(check: Check) -> None:
+def test_a_persistent_fault_is_called_so(check: Check) -> None:
     told = check("--gpus", "3", fault="flip_weight@rank=2,step=4,mask=0x101,index=0", code=3)
     difference = told["gpus"][2]["difference"]
-    assert (difference["nature"], difference["follows"], difference["elements"]) == ("persistent", "GPU", 1)
-    assert "Slots exchanged: worker 2" in told["screen"]
-
-
-def test_a_fault_of_the_slot_stays_there(check: Check) -> None:
-    told = check("--gpus", "3", fault="flip_weight@slot=2,step=4,bit=3", code=3)
-    difference = told["gpus"][2]["difference"]
-    assert (difference["nature"], difference["follows"]) == ("persistent", "slot")
+    assert (difference["nature"], difference["elements"]) == ("persistent", 1)
 
 
 def test_two_alike_of_four_are_undecided(check: Check) -> None:

@@ -1,4 +1,4 @@
-"""What the judge makes of reruns, swaps, golden records, pace and the driver's counters."""
+"""What the judge makes of reruns, golden records, pace and the driver's counters."""
 
 from __future__ import annotations
 
@@ -47,35 +47,13 @@ def test_a_damaged_rerun_says_nothing() -> None:
     spoilt = work(steps=5, damaged=(3,))
     alone = judge(runs, reruns=[replica(1, spoilt)]).verdicts[1].difference
     again, wrong = replica(1, work(steps=5, wrong_at=4)), work(steps=5, wrong_at=4, damaged=(3,))
-    swap = [replica(1, wrong, card=card(1, slot=2)), replica(2, spoilt, card=card(2, slot=1))]
-    moved = judge(runs, reruns=[again, *swap]).verdicts[1].difference
+    both = judge(runs, reruns=[again, replica(1, wrong)]).verdicts[1].difference
     assert alone
-    assert moved
-    assert (alone.nature, moved.nature, moved.follows) == ("", "persistent", "")
+    assert both
+    assert (alone.nature, both.nature) == ("", "persistent")
     tie = [replica(0), replica(1, work(wrong_at=4))]
     assert statuses(judge(tie, reruns=[replica(0, work()), replica(1, spoilt)])) == [UNDECIDED, UNDECIDED]
     assert statuses(judge(tie, reruns=[replica(0, work()), replica(1, work(steps=5))])) == [PASS, FAIL], "the control"
-
-
-def swapped(index: int, slot: int, *, wrong: bool) -> Replica:
-    return replica(index, work(steps=5, wrong_at=4 if wrong else None), card=card(index, slot=slot))
-
-
-@pytest.mark.parametrize(
-    ("with_gpu", "with_slot", "follows"),
-    [(True, False, "GPU"), (False, True, "slot"), (True, True, ""), (False, False, "")],
-)
-def test_a_swap_tells_the_card_from_its_slot(with_gpu: bool, with_slot: bool, follows: str) -> None:
-    runs = [replica(0), replica(1, work(wrong_at=4)), replica(2)]
-    reruns = [
-        replica(1, work(steps=5, wrong_at=4)),
-        swapped(1, 2, wrong=with_gpu),
-        swapped(2, 1, wrong=with_slot),
-    ]
-    judgement = judge(runs, reruns=reruns)
-    assert statuses(judgement) == [PASS, FAIL, PASS]  # a card that is wrong in a bad slot is not blamed for it
-    assert judgement.verdicts[1].difference
-    assert judgement.verdicts[1].difference.follows == follows
 
 
 def test_a_tie_of_two_is_resolved_by_who_repeats_its_bits() -> None:

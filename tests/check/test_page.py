@@ -42,9 +42,7 @@ def hostile() -> Checked:
         dataclasses.replace(each, card=swap[each.card], reasons=(HOSTILE,) if each.reasons else (), notes=(HOSTILE,))
         for each in checked.judgement.verdicts
     ]
-    first = dataclasses.replace(
-        made_up.FLIP, tensor=HOSTILE, nature=HOSTILE, follows=HOSTILE, right=(HOSTILE,), wrong=(HOSTILE,)
-    )
+    first = dataclasses.replace(made_up.FLIP, tensor=HOSTILE, nature=HOSTILE, right=(HOSTILE,), wrong=(HOSTILE,))
     verdicts[3] = dataclasses.replace(verdicts[3], difference=first)
     replicas = [
         dataclasses.replace(

@@ -56,7 +56,7 @@ def test_the_table_says_who_when_where_and_what_next() -> None:
         "GPU 3 (GPU-21636369-8b52-9b4a-97b7-50923ceb3ffd, serial 1653223000003)",
         "from step 23 on, first in gradients:layers.1.feed_forward.w2.weight",
         "1 element differs, at [1187, 2003]: 0x3c9e here, 0x3c1e on the others",
-        "persistent (a second run made the same error), follows the card",
+        "persistent (a second run made the same error)",
         "try: train without it (--gpus 0,1,2,4,5,6,7) and have it looked at",
         "note: 3 corrected ECC errors during the check",
         "not covered: cuDNN attention backward",
@@ -176,8 +176,7 @@ def test_a_card_cannot_steer_the_terminal(field: str) -> None:
 @pytest.mark.parametrize(
     ("difference", "failed", "words"),
     [
-        (dataclasses.replace(made_up.FLIP, nature="transient", follows=""), False, "lockstep check --deep"),
-        (dataclasses.replace(made_up.FLIP, follows="slot"), False, "look at the host"),
+        (dataclasses.replace(made_up.FLIP, nature="transient"), False, "lockstep check --deep"),
         (made_up.FLIP, False, "--gpus 0,2"),
         (None, True, "nvidia-smi -q -i 1"),
         (None, False, "nvidia-smi -q -d CLOCK"),
@@ -233,7 +232,7 @@ def test_check_json_holds_what_the_contract_asks_of_each_gpu(tmp_path: Path) -> 
     assert hashes.count(hashes[3]) == 1
     assert told["gpus"][3]["difference"] | {"positions": 0, "tensor": ""} == {
         "workload": "production", "step": 23, "tensor": "", "elements": 1, "positions": 0, "right": ["3c1e"],
-        "wrong": ["3c9e"], "nature": "persistent", "follows": "GPU",
+        "wrong": ["3c9e"], "nature": "persistent",
     }  # fmt: skip
     assert told["coverage"]["limits"]
 

@@ -59,7 +59,6 @@ def test_processes_of_one_machine_share_its_cards(launcher: str, tmp_path: Path,
     assert {index: card["status"] for index, card in by_index.items()} == {0: "PASS", 1: "PASS", 2: "PASS", 3: "FAIL"}
     difference = by_index[3]["difference"]
     assert (difference["step"], difference["elements"], difference["nature"]) == (4, 1, "persistent")
-    assert difference["follows"] == "GPU"
     assert not list(tmp_path.rglob("dump.safetensors"))
     assert foreign.survivors() == []
 

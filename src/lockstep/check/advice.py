@@ -33,8 +33,6 @@ def _for_wrong_bits(verdict: CardVerdict, checked: Checked) -> str:
             f"were the bits in {checked.golden.get('file')} made on a machine you trust? If you do not know, "
             f"{_again(checked, '--golden ANOTHER')} writes new ones"
         )
-    if verdict.difference.follows == "slot":
-        return f"another card fails in this slot too: look at the host (memory, power, PCIe), then {_again(checked)}"
     if verdict.difference.nature == "transient":
         return f"it did not happen again, which does not clear it: {_again(checked)}"
     healthy = [each.card.index for each in checked.judgement.verdicts if each.status is Status.PASS]

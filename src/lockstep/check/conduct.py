@@ -8,9 +8,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,29 +160,15 @@ class _Check:
         return {"file": str(path), "key": ", ".join(keys), "state": state, **({"why": why} if why else {})}
 
     def _run_again(self) -> None:
-        """Suspects where they differ, then with slots exchanged; nothing where all agree."""
-        number = 2
-        for decide, why in ((confirm.first_orders, "Run again"), (confirm.swap_orders, "Slots exchanged")):
-            decided = partial(self._decided, decide)
-            orders = [nodes.order_of(each) for each in self.peers.together(decided)]
-            for wave in confirm.waves(orders):
-                where = ", ".join(f"{order.card.name} ({order})" for order in wave)
-                self.progress.say(f"{why}: {where}")
-                again = self.rounds.again([order for order in wave if self._is_mine(order.card)], number=number)
-                self.made += self.peers.gather_reruns(again, self.names, self.rounds.crew.work)
-                number += 1
+        """Suspects where they differ, each beside a card that passed; nothing where all agree."""
+        orders = [nodes.order_of(told) for told in self.peers.together(self._orders)]
+        for number, wave in enumerate(confirm.waves(orders), start=2):
+            self.progress.say(f"Run again: {', '.join(f'{order.card.name} ({order})' for order in wave)}")
+            again = self.rounds.again([order for order in wave if order.card in self.rounds.cards], number=number)
+            self.made += self.peers.gather_reruns(again, self.names, self.rounds.crew.work)
 
-    def _decided(self, decide: Callable[[Judgement], list[confirm.Order]]) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(order) for order in decide(self._judge())]
-
-    def _is_mine(self, card: Card) -> bool:
-        mine = {(each.node, each.index, each.host) for each in self.rounds.cards}
-        return (card.node, card.index, card.host) in mine and self._owns(card)
-
-    def _owns(self, card: Card) -> bool:
-        """Where one card is shared by several slots, an order is for the slot it names."""
-        slots = [each.slot for each in self.rounds.cards if each.index == card.index]
-        return len(slots) == 1 or card.slot in slots
+    def _orders(self) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(order) for order in confirm.orders(self._judge())]
 
     def _with_facts(self, own: Sequence[Replica]) -> list[Replica]:
         """All replicas with what the drivers said of their cards, now that nothing runs any more."""

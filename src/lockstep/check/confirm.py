@@ -1,9 +1,8 @@
 """What is run again after a first judgement, and on which card: pure. A suspect is run again where it differed, and a
-card that agreed runs the same, with the tensor kept; then the two exchange their slots."""
+card that agreed runs the same, with the tensor kept."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ MOST_SUSPECTS = 4  # that are run again: beyond that it is not one card that is 
 
 @dataclass(frozen=True)
 class Order:
-    """One card, driven by one slot, does one workload again up to a step; the tensor's bytes are kept."""
+    """One card does one workload again up to a step; the tensor's bytes are kept."""
 
     card: Card
     workload: str
@@ -27,53 +26,28 @@ class Order:
         return self.workload if self.whole else f"{self.workload} to step {self.step}"
 
 
-def first_orders(judgement: Judgement) -> list[Order]:
+def orders(judgement: Judgement) -> list[Order]:
     """Each suspect again, and beside it a card that agreed with the others, of the same machine where there is one."""
-    orders: list[Order] = []
-    for verdict in _suspects(judgement):
-        orders.append(_order(verdict, verdict.card))
+    found: list[Order] = []
+    suspects = [verdict for verdict in judgement.verdicts if verdict.difference is not None]
+    for verdict in suspects[:MOST_SUSPECTS]:
+        found.append(_order(verdict, verdict.card))
         healthy = _healthy(judgement, verdict)
         if healthy is not None:
-            orders.append(_order(verdict, healthy))
-    return list(dict.fromkeys(orders))
-
-
-def swap_orders(judgement: Judgement) -> list[Order]:
-    """The suspect driven by the slot of a healthy card, and that card by the suspect's: is it the GPU or the slot?
-
-    Only where the fault came again, and on one machine: nothing is told by a fault that stays away.
-    """
-    orders: list[Order] = []
-    for verdict in _suspects(judgement):
-        healthy = _healthy(judgement, verdict)
-        again = verdict.difference is not None and verdict.difference.nature in ("persistent", "intermittent")
-        if verdict.status is not Status.FAIL or not again or healthy is None or healthy.node != verdict.card.node:
-            continue
-        if healthy.index == verdict.card.index:  # two slots of one card: there is no other card to be had
-            continue
-        orders.append(_order(verdict, dataclasses.replace(verdict.card, slot=healthy.slot), kept=False))
-        orders.append(_order(verdict, dataclasses.replace(healthy, slot=verdict.card.slot), kept=False))
-    return orders
+            found.append(_order(verdict, healthy))
+    return list(dict.fromkeys(found))
 
 
 def waves(orders: Sequence[Order]) -> Iterator[list[Order]]:
-    """The orders, so many at once that no card and no slot has two."""
+    """The orders, so many at once that no card has two."""
     waiting = list(orders)
     while waiting:
         wave: list[Order] = []
         for order in waiting:
-            if all(not _same_place(order.card, other.card) for other in wave):
+            if all((order.card.node, order.card.index) != (other.card.node, other.card.index) for other in wave):
                 wave.append(order)
         waiting = [order for order in waiting if order not in wave]
         yield wave
-
-
-def _same_place(one: Card, other: Card) -> bool:
-    return one.node == other.node and (one.index == other.index or one.slot == other.slot)
-
-
-def _suspects(judgement: Judgement) -> list[CardVerdict]:
-    return [verdict for verdict in judgement.verdicts if verdict.difference is not None][:MOST_SUSPECTS]
 
 
 def _healthy(judgement: Judgement, suspect: CardVerdict) -> Card | None:
@@ -83,8 +57,8 @@ def _healthy(judgement: Judgement, suspect: CardVerdict) -> Card | None:
     return min(kin, key=lambda card: card.node != suspect.card.node, default=None)
 
 
-def _order(verdict: CardVerdict, card: Card, *, kept: bool = True) -> Order:
+def _order(verdict: CardVerdict, card: Card) -> Order:
     difference = verdict.difference
     assert difference is not None
-    tensor = difference.tensor if kept and ":" in difference.tensor else ""
+    tensor = difference.tensor if ":" in difference.tensor else ""
     return Order(card, difference.workload, difference.step, tensor, whole=verdict.status is Status.UNDECIDED)

@@ -41,7 +41,6 @@ class Task:
     environ: Mapping[str, str]
     folder: Path  # its log.txt is kept here
     record: Path | None = None
-    cores: frozenset[int] = frozenset()  # that it may use; none: all
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class Crew:
         output = Output(b"", self._scrub, None)
         output.add_file(LogFile(task.folder / LOG, lambda _: None), last=True)
         proc = Proc(task.name, (0,), task.command, {**task.environ, **own})
-        child = Child(proc, output, arm=_arm(task.cores), reaper=self._reaper)
+        child = Child(proc, output, arm=link.dying_with(os.getpid()), reaper=self._reaper)
         member = Member(task, child)
         self._members.append(member)
         self._selector.register(child.pipe, selectors.EVENT_READ, lambda: self._read(child))
@@ -231,14 +230,3 @@ class Crew:
             self._selector.unregister(handle)
             if child.pipe_open:  # its last words
                 self._read(child)
-
-
-def _arm(cores: frozenset[int]) -> Callable[[], None]:
-    die_with_us = link.dying_with(os.getpid())
-
-    def arm() -> None:
-        die_with_us()
-        if cores:
-            os.sched_setaffinity(0, cores)
-
-    return arm

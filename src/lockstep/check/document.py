@@ -190,7 +190,6 @@ def _difference(difference: Difference, clean: Clean) -> schema.DifferenceEntry:
         right=tuple(map(clean, difference.right)),
         wrong=tuple(map(clean, difference.wrong)),
         nature=clean(difference.nature),
-        follows=clean(difference.follows),
     )
 
 

@@ -44,7 +44,6 @@ class Difference:
     right: tuple[str, ...] = ()  # their bits in hex, on the other cards
     wrong: tuple[str, ...] = ()  # and on this one
     nature: str = ""  # transient, persistent or intermittent, once it was run again
-    follows: str = ""  # "GPU" or "slot", after a swap
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -64,7 +63,6 @@ class Rounds:
 
     def __init__(self, crew: Crew, plan: Plan, cards: Sequence[Card], tell: Callable[[Sequence[Member]], None]) -> None:
         self.crew, self.plan, self.cards, self.tell = crew, plan, list(cards), tell
-        self.slots = len(cards)
         self._observed = crew.work / "cards.jsonl"
         self._observer: Member | None = None
         self._dumps: list[Path] = []
@@ -161,8 +159,7 @@ class Rounds:
         file = errand.write(Path(errand.folder) / errands.FILE)
         command = (sys.executable, "-m", REPLICA, *flags, str(file))
         environ = self._environment(errand.card, number)
-        cores = _share(errand.card.slot, self.slots)
-        return Task(name, command, environ, Path(errand.folder), record=errand.record, cores=cores)
+        return Task(name, command, environ, Path(errand.folder), record=errand.record)
 
     def _environment(self, card: Card, number: int) -> dict[str, str]:
         """Of a replica: alone in the world, with one card, whoever has started us."""
@@ -181,13 +178,6 @@ class Rounds:
         tag = f"{'GPU' if self.plan.device == 'cuda' else 'CPU'}{card.index}{f'-slot{card.slot}' if shared else ''}"
         folder = RunDir(self.plan.folder).worker(tag, card.node)
         return folder / part if part else folder
-
-
-def _share(slot: int, slots: int) -> frozenset[int]:
-    """The cores of one slot, where there are enough for all: then a slot is a place of the machine, not only a name."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // slots
-    return frozenset(cores[slot * each : (slot + 1) * each]) if each >= 4 and slot < slots else frozenset()
 
 
 def _replica(errand: Errand, ending: Ending) -> Replica:

@@ -45,7 +45,6 @@ class DifferenceEntry(Part, frozen=True):
     right: tuple[str, ...] = Field(description="their bits on the other cards, in hex")
     wrong: tuple[str, ...] = Field(description="their bits on this card, in hex")
     nature: str = Field(description="transient, persistent or intermittent; empty: it was not run again")
-    follows: str = Field(description='"GPU" or "slot", after a swap; empty: there was none')
 
 
 class PaceEntry(Part, frozen=True):

@@ -17,7 +17,7 @@ from lockstep.check.ballots import Bits, Entrant, bits_of
 from lockstep.check.condition import condition
 from lockstep.check.finding import SEVERITY, Finding, merge
 from lockstep.check.golden import DECIDING, Golden
-from lockstep.check.outcome import CardVerdict, Difference, Judgement, Pace, Status, labels
+from lockstep.check.outcome import CardVerdict, Judgement, Pace, Status, labels
 from lockstep.check.records import Card, Replica, Work, Workload
 from lockstep.health.vote import MISSING
 
@@ -30,7 +30,7 @@ class Seat:
 
     label: str
     runs: tuple[Replica, ...]
-    reruns: tuple[Replica, ...] = ()  # of this card, in this slot or another, and of others in this slot
+    reruns: tuple[Replica, ...] = ()
 
     @property
     def first(self) -> Replica:
@@ -42,9 +42,8 @@ class Seat:
         return (card.model, card.driver, *(versions.get(name, "") for name in DECIDING))
 
     def again(self) -> tuple[Replica, ...]:
-        """This card in this slot, once more."""
-        same = (rerun for rerun in self.reruns if _place(rerun.card) == _place(self.first.card))
-        return (*self.runs[1:], *same)
+        """Whatever it ran once more."""
+        return (*self.runs[1:], *self.reruns)
 
 
 def judge(
@@ -83,11 +82,7 @@ def judge(
 
 
 def _place(card: Card) -> tuple[int, int, str, int]:
-    return (*_identity(card), card.slot)
-
-
-def _identity(card: Card) -> tuple[int, int, str]:
-    return card.node, card.index, card.uuid
+    return card.node, card.index, card.uuid, card.slot
 
 
 def _seats(replicas: Sequence[Replica], reruns: Sequence[Replica]) -> list[Seat]:
@@ -96,14 +91,9 @@ def _seats(replicas: Sequence[Replica], reruns: Sequence[Replica]) -> list[Seat]
         runs.setdefault(_place(replica.card), []).append(replica)
     named = labels([own[0].card for own in runs.values()])
     return [
-        Seat(label, tuple(own), tuple(rerun for rerun in reruns if _concerns(rerun.card, own[0].card)))
-        for label, own in zip(named, runs.values(), strict=True)
+        Seat(label, tuple(own), tuple(rerun for rerun in reruns if _place(rerun.card) == place))
+        for label, (place, own) in zip(named, runs.items(), strict=True)
     ]
-
-
-def _concerns(rerun: Card, card: Card) -> bool:
-    """The same card, or another one in its slot."""
-    return _identity(rerun) == _identity(card) or (rerun.node, rerun.slot) == (card.node, card.slot)
 
 
 def _compare(name: str, seats: Sequence[Seat], golden: Golden | None) -> dict[str, Finding]:
@@ -166,15 +156,14 @@ def _failed_alike(name: str, seats: Sequence[Seat]) -> bool:
 
 
 def _attributed(finding: Finding, name: str, seat: Seat) -> Finding:
-    """A difference with what the reruns say of its nature, and whether it follows the card or the slot."""
+    """A difference with what the reruns say of its nature."""
     first, own = finding.difference, seat.first.work(name)
     if first is None or own is None or finding.right is None or finding.status is not Status.FAIL:
         return finding
-    prefixes = [_prefix(work, first.step) for work in (own, finding.right)]
-    here = [_prefix(work, first.step) for run in seat.again() if (work := run.work(name)) and not work.damaged]
-    nature = _nature([bits for bits in here if first.step in bits], *prefixes)
-    follows = _follows(name, seat, first, prefixes[1]) if nature == "persistent" else ""
-    return dataclasses.replace(finding, difference=dataclasses.replace(first, nature=nature, follows=follows))
+    again = [_prefix(work, first.step) for run in seat.again() if (work := run.work(name)) and not work.damaged]
+    again = [bits for bits in again if first.step in bits]
+    nature = _nature(again, _prefix(own, first.step), _prefix(finding.right, first.step))
+    return dataclasses.replace(finding, difference=dataclasses.replace(first, nature=nature))
 
 
 def _prefix(work: Work, step: int) -> dict[int, Bits]:
@@ -188,20 +177,6 @@ def _nature(again: Sequence[Mapping[int, Bits]], own: Mapping[int, Bits], right:
     if all(bits == own for bits in again):
         return "persistent"
     return "transient" if all(bits == right for bits in again) else "intermittent"
-
-
-def _follows(name: str, seat: Seat, first: Difference, right: Mapping[int, Bits]) -> str:
-    """After a swap: "GPU" if the card is wrong in another slot and its slot right with another card; "slot" if not."""
-    said: set[str] = set()
-    card = seat.first.card
-    for rerun in seat.reruns:
-        work = rerun.work(name)
-        bits = _prefix(work, first.step) if work and not work.damaged else {}
-        if first.step not in bits or _place(rerun.card) == _place(card):
-            continue
-        moved = _identity(rerun.card) == _identity(card)  # otherwise: another card sits in its place
-        said.add("GPU" if (bits != right) == moved else "slot")
-    return said.pop() if len(said) == 1 else ""
 
 
 def _paces(

@@ -101,10 +101,7 @@ def run_again(difference: DifferenceEntry) -> str:
         "persistent": "persistent (a second run made the same error)",
         "intermittent": "intermittent (a second run made another error)",
     }
-    parts = [natures.get(difference.nature, difference.nature)] if difference.nature else []
-    if difference.follows:
-        parts.append(f"{'follows the card' if difference.follows == 'GPU' else 'stays in the slot'}")
-    return ", ".join(parts)
+    return natures.get(difference.nature, difference.nature)
 
 
 def as_hex(text: str) -> str:
