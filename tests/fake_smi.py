@@ -1,4 +1,4 @@
-"""A fake nvidia-smi that answers as the real one does: --query-gpu, --query-compute-apps and --id."""
+"""A fake nvidia-smi that answers as the real one does: --query-gpu, -remapped-rows and -compute-apps, and --id."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
 chosen = [row for row in rows if options.get("id") in (None, str(row["index"]), row["uuid"])]
 if not chosen:
     sys.exit(6)
-if "query-gpu" in options:
-    found, names = chosen, options["query-gpu"]
+kind = next((kind for kind in ("query-gpu", "query-remapped-rows") if kind in options), "")
+if kind:
+    found, names = chosen, options[kind]
 else:
     found, names = [app for row in chosen for app in apps.get(row["index"], [])], options["query-compute-apps"]
 for row in found:
@@ -29,8 +30,8 @@ for row in found:
 def gpu(index: int, **fields: object) -> dict[str, object]:
     """A row of the fake tool; dots in names are written as two underscores."""
     usual: dict[str, object] = {
-        "index": index, "uuid": f"GPU-{index:04d}", "name": "NVIDIA Fake", "memory.total": 81559, "memory.free": 80000,
-        "utilization.gpu": 0, "driver_version": "999.1",
+        "index": index, "uuid": f"GPU-{index:04d}", "gpu_uuid": f"GPU-{index:04d}", "name": "NVIDIA Fake",
+        "memory.total": 81559, "memory.free": 80000, "utilization.gpu": 0, "driver_version": "999.1",
     }  # fmt: skip
     return usual | {name.replace("__", "."): value for name, value in fields.items()}
 

@@ -155,8 +155,8 @@ def test_one_wrong_word_of_memory_fails_a_card_whatever_the_others_say() -> None
     assert statuses(judge([replica(0, good), replica(0, bad)])) == [FAIL], "a card alone, in its second run"
 
 
-def health(before: dict[str, object], after: dict[str, object], *samples: dict[str, object]) -> CardVerdict:
-    return judge([replica(0, before=before, after=after, samples=samples), replica(1)]).verdicts[0]
+def health(before: dict[str, object], after: dict[str, object]) -> CardVerdict:
+    return judge([replica(0, before=before, after=after), replica(1)]).verdicts[0]
 
 
 @pytest.mark.parametrize(
@@ -185,18 +185,21 @@ def test_a_card_that_waits_for_a_reset_fails(name: str) -> None:
     assert health({name: False}, {name: False}).status is PASS
 
 
-def test_a_new_xid_fails_the_card_and_an_old_one_does_not() -> None:
-    verdict = health({"xid": [31]}, {"xid": [31, 79]})
-    assert verdict.reasons == ("the driver reported Xid 79",)
-    assert health({"xid": [31]}, {"xid": [31]}).status is PASS
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("thermal_seconds", "hot: heat held its clocks down for 3 s"),
+     ("hw_thermal_seconds", "hot: the hardware slowed it down for heat for 3 s"),
+     ("power_brake_seconds", "the power supply slowed it down for 3 s")],
+)  # fmt: skip
+def test_clocks_that_were_held_down_fail_the_card(name: str, words: str) -> None:
+    verdict = health({name: 100.0}, {name: 103.0})
+    assert (verdict.status, verdict.reasons) == (FAIL, (words,))
+    assert health({name: 100.0}, {name: 100.5}).status is PASS
+    assert health({}, {name: 103.0}).status is PASS  # nobody knows since when
 
 
-def test_heat_fails_the_card_and_a_power_limit_is_a_note() -> None:
-    hot = health({"slowdown_c": 90, "temperature_c": 40}, {"temperature_c": 60}, {"temperature_c": 91})
-    assert hot.reasons == ("hot: 91 °C, and it slows down at 90 °C",)
-    assert health({"slowdown_c": 90}, {}, {"temperature_c": 89}).status is PASS
-    assert health({}, {}, {"throttle": ["power_cap"]}, {"throttle": ["hw_thermal"]}).status is FAIL
-    capped = health({}, {}, {"throttle": ["power_cap"]})
+def test_a_power_limit_is_a_note() -> None:
+    capped = health({"power_cap_seconds": 1.0}, {"power_cap_seconds": 60.0})
     assert (capped.status, capped.notes) == (PASS, ("it ran at its power limit",))
 
 

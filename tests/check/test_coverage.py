@@ -6,9 +6,11 @@ from lockstep.check import coverage
 from lockstep.check.records import Card, Replica, Work
 from lockstep.check.workloads import workloads
 
+TOLD = {"temperature_c": 61, "ecc_uncorrected": 0, "thermal_seconds": 0.0}
+
 
 def ran(**facts: object) -> Replica:
-    return Replica(Card(0, 0), (Work("production", facts=facts),), after={"temperature_c": 61})
+    return Replica(Card(0, 0), (Work("production", facts=facts),), after=TOLD)
 
 
 def test_a_quick_check_names_the_workloads_it_leaves_out() -> None:
@@ -29,8 +31,11 @@ def test_what_is_not_compared_and_what_the_driver_hides_is_said() -> None:
     chosen = workloads("default", "cuda", capability=(9, 0))
     told = coverage.not_covered([ran()], chosen, "cuda")
     assert coverage.UNREPEATED in told
-    assert coverage.SILENT not in told
-    assert coverage.SILENT in coverage.not_covered([Replica(Card(0, 0))], chosen, "cuda")
+    assert not any("the driver does not say" in text for text in told)
+    silent = coverage.not_covered([ran(), Replica(Card(1, 1), after={"ecc_uncorrected": 0})], chosen, "cuda")
+    assert silent[-1] == "clocks held down by heat: the driver does not say"
+    silent = coverage.not_covered([Replica(Card(0, 0))], chosen, "cuda")
+    assert silent[-1] == "memory errors (ECC), clocks held down by heat: the driver does not say"
     on_cpu = coverage.not_covered([Replica(Card(0, 0))], workloads("default", "cpu"), "cpu")
     assert on_cpu == coverage.NEVER
     skipped = coverage.not_covered([ran(skipped="no cuDNN here")], chosen, "cuda")
@@ -39,7 +44,7 @@ def test_what_is_not_compared_and_what_the_driver_hides_is_said() -> None:
 
 def test_kernels_minutes_and_heat_are_told() -> None:
     hot = Replica(
-        Card(0, 0), ran(attention="flex", precision="bf16", compiled=True).works, samples=({"temperature_c": 71},)
+        Card(0, 0), ran(attention="flex", precision="bf16", compiled=True).works, samples=({"gpu_temperature_c": 71},)
     )
     told = coverage.covered([hot, ran(attention="flex", compiled=False)], workloads("quick", "cpu"), 90.0)
     assert told == ("2 workloads in 1.5 min", "attention flex", "precision bf16", "compiled", "peak temperature 71 C")

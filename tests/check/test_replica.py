@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep.check import replica, training
+from lockstep.check import condition, replica, rounds, training
+from lockstep.check.crew import Ending
 from lockstep.check.errand import FILE, Dump
-from lockstep.check.records import Replica, Work, Workload
+from lockstep.check.records import Card, Replica, Work, Workload
 from lockstep.check.workloads import prepare_all, workloads
 from lockstep.health.fingerprint import digest_tensor
 from lockstep.health.prints import as_hex
 from lockstep.health.records import chain_of, first_tensor
+from tests import fake_smi
 from tests.check.tiny import GRADIENT, LLAMA, SMALL, WEIGHT, data, done, errand, run
 
 SHORT = dataclasses.replace(LLAMA, name="short", steps=3)
@@ -203,6 +205,20 @@ def test_a_slow_card_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     plain = only(done(tmp_path / "a", SHORT)).stamps[-1].seconds
     slow = only(done(tmp_path / "b", SHORT, fault="slow@where=loader,factor=3")).stamps[-1].seconds
     assert slow == pytest.approx(3 * plain, rel=0.01)
+
+
+def test_a_replica_notes_how_its_gpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the sampler of training, by its UUID; a last line that was cut short costs nothing."""
+    fake_smi.plant(tmp_path / "bin", monkeypatch, [fake_smi.gpu(0), fake_smi.gpu(1) | {"temperature.gpu": 57}])
+    own = dataclasses.replace(errand(tmp_path, SHORT), card=Card(1, 1, uuid="GPU-0001"))
+    assert replica.run(own) == 0
+    with own.samples.open("a") as file:
+        file.write('{"time": 12')
+    told = rounds._replica(own, Ending(0))
+    assert condition.peak_temperature(told) == 57.0
+    assert told.samples[0]["time"] > 1.7e9
+    assert not errand(tmp_path / "cpu", SHORT).card.uuid, "and a CPU worker has nothing to note"
+    assert rounds._replica(errand(tmp_path / "cpu", SHORT), Ending(0)).samples == ()
 
 
 def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,24 @@ FACTS = {  # field of nvidia-smi -> our word
     "clocks.max.sm": "max_sm_clock_mhz",
     "utilization.gpu": "utilisation",
 }
-COUNTS = {
+ERRORS = {
     "ecc.errors.corrected.volatile.total": "ecc_corrected",
     "ecc.errors.uncorrected.volatile.total": "ecc_uncorrected",
 }
-ROWS = {"remapped_rows.uncorrectable": "remapped_rows", "remapped_rows.correctable": "remapped_rows_corrected"}
-ROW_STATES = {"remapped_rows.pending": "remap_pending", "remapped_rows.failure": "remap_failed"}
-REASONS = "clocks_throttle_reasons.active"
-THROTTLE = {  # bit of the driver's mask -> our word; that a card is idle is no reason worth a word
-    0x02: "clocks_set",
-    0x04: "power_cap",
-    0x08: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "thermal",
-    0x40: "hw_thermal",
-    0x80: "power_brake",
+HELD_DOWN = {  # for how long the clocks were, ever since the driver was loaded; it counts microseconds
+    "clocks_event_reasons_counters.sw_thermal_slowdown": "thermal_seconds",
+    "clocks_event_reasons_counters.hw_thermal_slowdown": "hw_thermal_seconds",
+    "clocks_event_reasons_counters.hw_power_brake_slowdown": "power_brake_seconds",
+    "clocks_event_reasons_counters.sw_power_cap": "power_cap_seconds",
 }
+ROWS = {
+    "remapped_rows.uncorrectable": "remapped_rows",
+    "remapped_rows.correctable": "remapped_rows_corrected",
+    "remapped_rows.pending": "remap_pending",
+    "remapped_rows.failure": "remap_failed",
+}
+QUESTIONS = (("gpu", FACTS), ("gpu", ERRORS), ("gpu", HELD_DOWN), ("remapped-rows", ROWS))
+ANSWER_SECONDS = 10.0  # for each question: a driver that hangs must not hold up the check
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -91,16 +93,16 @@ def memory_bytes(indices: Sequence[int]) -> int:
 
 
 def ask(uuids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How these cards do now: UUID -> facts. What a card does not say is left out."""
-    with devices.nvml() as library:
-        if library is not None:
-            return {uuid: _by_nvml(library, uuid) for uuid in uuids}
-    return {uuid: _by_smi(uuid) for uuid in uuids}
+    """How these cards do now: UUID -> facts. What a card or the tool does not say is left out.
 
-
-def throttle_words(mask: int) -> list[str]:
-    """Why the clocks are held down, in our words."""
-    return [word for bit, word in THROTTLE.items() if mask & bit]
+    In several questions: a tool that does not know one of the fields answers none.
+    """
+    found: dict[str, dict[str, Any]] = {uuid: {} for uuid in uuids}
+    for what, words in QUESTIONS if found else ():
+        for row in devices.ask_smi(what, ",".join(("gpu_uuid", *words)), seconds=ANSWER_SECONDS):
+            told = {word: value for field, word in words.items() if (value := _value(word, row[field])) is not None}
+            found.get(row["gpu_uuid"], {}).update(told)
+    return found
 
 
 def _identities() -> dict[int, dict[str, str]]:
@@ -136,59 +138,14 @@ def _identity(library: Any, index: int) -> dict[str, str]:
     }
 
 
-def _by_nvml(library: Any, uuid: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    try:
-        handle = library.nvmlDeviceGetHandleByUUID(uuid)
-    except library.NVMLError as error:  # it has fallen off the bus
-        return {"error": str(error)}
-
-    def note(word: str, question: Callable[[], Any]) -> None:
-        with contextlib.suppress(library.NVMLError, AttributeError):  # not every card and library answers everything
-            found[word] = question()
-
-    ecc = library.nvmlDeviceGetTotalEccErrors
-    volatile = library.NVML_VOLATILE_ECC
-    note("temperature_c", lambda: int(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU)))
-    threshold = library.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-    note("slowdown_c", lambda: int(library.nvmlDeviceGetTemperatureThreshold(handle, threshold)))
-    note("power_watts", lambda: library.nvmlDeviceGetPowerUsage(handle) / 1000)
-    note("power_limit_watts", lambda: library.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
-    note("sm_clock_mhz", lambda: int(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM)))
-    note("max_sm_clock_mhz", lambda: int(library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM)))
-    note("utilisation", lambda: int(library.nvmlDeviceGetUtilizationRates(handle).gpu))
-    note("throttle", lambda: throttle_words(int(library.nvmlDeviceGetCurrentClocksThrottleReasons(handle))))
-    note("ecc_corrected", lambda: int(ecc(handle, library.NVML_MEMORY_ERROR_TYPE_CORRECTED, volatile)))
-    note("ecc_uncorrected", lambda: int(ecc(handle, library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, volatile)))
-    with contextlib.suppress(library.NVMLError, AttributeError):
-        corrected, uncorrected, pending, failed = library.nvmlDeviceGetRemappedRows(handle)
-        found |= {"remapped_rows": int(uncorrected), "remapped_rows_corrected": int(corrected)}
-        found |= {"remap_pending": bool(pending), "remap_failed": bool(failed)}
-    return found
-
-
-def _by_smi(uuid: str) -> dict[str, Any]:
-    """In several questions: a tool that does not know one of the fields answers none."""
-    chosen = f"--id={uuid}"
-    found: dict[str, Any] = {}
-    for names in (FACTS, COUNTS):
-        for row in devices.ask_smi("gpu", ",".join(names), chosen):
-            found |= {word: number for field, word in names.items() if (number := _number(row[field])) is not None}
-    for row in devices.ask_smi("gpu", REASONS, chosen):
-        with contextlib.suppress(ValueError):
-            found["throttle"] = throttle_words(int(row[REASONS], 16))
-    for row in devices.ask_smi("remapped-rows", ",".join((*ROWS, *ROW_STATES)), chosen):
-        found |= {word: number for field, word in ROWS.items() if (number := _number(row[field])) is not None}
-        found |= {
-            word: row[field] in ("Yes", "1") for field, word in ROW_STATES.items() if row[field][:1] not in ("[", "")
-        }
-    return found
-
-
-def _number(cell: str) -> float | int | None:
-    """A number, or None for nvidia-smi's [N/A]."""
+def _value(word: str, cell: str) -> float | bool | None:
+    """What a cell says; None for nvidia-smi's [N/A]."""
+    if cell in ("Yes", "No"):
+        return cell == "Yes"
     if not cell.replace(".", "", 1).isdecimal():
         return None
+    if word.endswith("_seconds"):
+        return float(cell) / 1e6
     return float(cell) if "." in cell else int(cell)
 
 
@@ -203,8 +160,3 @@ def _cpu_model() -> str:
             if key.strip() in ("model name", "Processor", "CPU part") and value.strip():
                 return value.strip()
     return "CPU"
-
-
-def peak(samples: Sequence[Mapping[str, Any]], word: str) -> float | None:
-    """The highest of what was seen; None where nobody said."""
-    return max((float(sample[word]) for sample in samples if sample.get(word) is not None), default=None)

@@ -108,9 +108,8 @@ class _Check:
         if everyone == 1:
             self.progress.begin("Once more: one card has only itself to be compared with")
             replicas += self.rounds.second()
-        self.found = self.peers.gather_replicas(replicas, self.names)
+        self.found = self.peers.gather_replicas(self.rounds.with_facts(replicas), self.names)
         self._run_again()
-        self.found = self._with_facts(self.rounds.observed(replicas))
 
     def conclude(self) -> tuple[int, list[str]]:
         """Judge, keep golden bits, write the files: (exit code, lines to show). Only the first process does this."""
@@ -169,15 +168,6 @@ class _Check:
 
     def _orders(self) -> list[dict[str, Any]]:
         return [dataclasses.asdict(order) for order in confirm.orders(self._judge())]
-
-    def _with_facts(self, own: Sequence[Replica]) -> list[Replica]:
-        """All replicas with what the drivers said of their cards, now that nothing runs any more."""
-        mine = [{"before": each.before, "after": each.after, "samples": each.samples} for each in own]
-        told = [facts for each in self.peers.gather(mine) for facts in each]
-        return [
-            dataclasses.replace(replica, **{**facts, "samples": tuple(facts["samples"])})
-            for replica, facts in zip(self.found, told, strict=True)
-        ]
 
 
 # ------------------------------------------------------------------------------------------------ before

@@ -184,15 +184,6 @@ class Crew:
             tell(members)
         return [member.ending() for member in members]
 
-    def end(self, member: Member, seconds: float) -> None:
-        """Ask one process to end; after so many seconds make it."""
-        member.child.send_group(signal.SIGTERM)
-        deadline = time.monotonic() + seconds
-        while member.child.alive and time.monotonic() < deadline:
-            self.wait(TICK_SECONDS)
-        if member.child.alive:
-            member.kill()
-
     def wait(self, seconds: float) -> None:
         """Until something happens, at most so long. A signal that was sent to us is raised here."""
         for key, _ in self._selector.select(seconds):

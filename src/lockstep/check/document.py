@@ -18,6 +18,7 @@ from pydantic import JsonValue
 
 from lockstep.check import schema
 from lockstep.check.advice import advice
+from lockstep.check.condition import peak_temperature
 from lockstep.check.golden import digest
 from lockstep.check.outcome import CardVerdict, Checked, Difference, Pace, Status, labels
 from lockstep.check.records import Replica, Work, Workload
@@ -101,8 +102,6 @@ class _Of:
         card, difference = verdict.card, verdict.difference
         samples = _samples(replica.samples, begins)
         works = tuple(self._work(work) for work in replica.works)
-        temperatures = [sample.temperature_c for sample in samples]
-        temperatures += [_number(told, "temperature_c") for told in (replica.before, replica.after)]
         return schema.CardEntry(
             name=clean(self._label),
             index=card.index,
@@ -121,7 +120,7 @@ class _Of:
             error=clean(replica.error),
             difference=_difference(difference, clean) if difference else None,
             weight_hash=next((work.weight_hash for work in works if work.workload == main), ""),
-            peak_temperature_c=max((each for each in temperatures if each is not None), default=None),
+            peak_temperature_c=peak_temperature(replica),
             works=works,
             versions=_texts(replica.versions, clean),
             before=_mapping(replica.before, clean),
@@ -206,9 +205,8 @@ def _samples(samples: Sequence[Mapping[str, Any]], begins: float) -> tuple[schem
     found = [
         schema.Sample(
             seconds=round(_moment(sample) - begins, 3),
-            temperature_c=_number(sample, "temperature_c"),
-            power_watts=_number(sample, "power_watts"),
-            sm_clock_mhz=_number(sample, "sm_clock_mhz"),
+            temperature_c=_finite(sample.get("gpu_temperature_c")),
+            power_watts=_finite(sample.get("gpu_power_watts")),
         )
         for sample in samples
     ]
@@ -218,12 +216,7 @@ def _samples(samples: Sequence[Mapping[str, Any]], begins: float) -> tuple[schem
 
 
 def _moment(sample: Mapping[str, Any]) -> float:
-    return _number(sample, "time") or 0.0
-
-
-def _number(told: Mapping[str, Any], name: str) -> float | None:
-    """A step record calls it gpu_NAME."""
-    return _finite(told.get(name, told.get(f"gpu_{name}")))
+    return _finite(sample.get("time")) or 0.0
 
 
 def _finite(value: object) -> float | None:

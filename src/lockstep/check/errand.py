@@ -15,6 +15,7 @@ from lockstep.health import records
 
 FILE = "errand.json"
 DUMP_FILE = "dump.safetensors"
+SAMPLES_FILE = "gpu.jsonl"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Errand:
     @property
     def record(self) -> Path:
         return self.folder / records.FILE
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / SAMPLES_FILE
 
     @property
     def dump_file(self) -> Path:

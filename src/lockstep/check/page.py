@@ -30,7 +30,7 @@ from lockstep.report.words import format_duration
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 ROOM = 0.1  # around the usual step time, so that noise does not look like a mountain
 HOTTEST_C = 100.0
-UNITS = {"c": "°C", "watts": "W", "mhz": "MHz", "bytes": "bytes"}
+UNITS = {"c": "°C", "watts": "W", "mhz": "MHz", "bytes": "bytes", "seconds": "s"}
 MOST_SHOWN = 8  # elements of a difference
 MANY = 16  # cards: what is well with all of them need not be seen at once
 WHAT_IT_IS = (

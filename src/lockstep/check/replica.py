@@ -28,8 +28,10 @@ from lockstep.health import records
 from lockstep.health.records import Stamp
 from lockstep.models.build import forget_compiled
 from lockstep.runtime import determinism, hardware
+from lockstep.runtime.gpu_facts import Sampler
 
 ERROR_CHARACTERS = 300
+SAMPLE_SECONDS = 2.0
 
 
 class Doing(Protocol):
@@ -84,7 +86,8 @@ def run(errand: Errand) -> int:
     device = hardware.pick_device(errand.device, 0)
     mode = determinism.mode(device, deterministic=True, threads=errand.threads)
     done = True
-    with contextlib.closing(Record(errand.record)) as record, mode:
+    sampler = Sampler(errand.card.uuid or None, errand.samples, period=SAMPLE_SECONDS)
+    with contextlib.closing(Record(errand.record)) as record, contextlib.closing(sampler), mode:
         if errand.memory_bytes and device.type == "cuda":
             total = hardware.total_memory_bytes(device) or errand.memory_bytes
             torch.cuda.set_per_process_memory_fraction(min(1.0, errand.memory_bytes / total), device)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from lockstep.check import cards as driver
 from lockstep.check import errand as errands
-from lockstep.check import observe, records
+from lockstep.check import records
 from lockstep.check.confirm import Order
 from lockstep.check.crew import Crew, Ending, Member, Task
 from lockstep.check.errand import Dump, Errand
@@ -21,9 +25,7 @@ from lockstep.runtime import env, faults
 
 REPLICA = "lockstep.check.replica"  # what the processes run
 THREADS = 1  # of the host, in every replica: another number could mean other bits
-SAMPLE_SECONDS = 2.0
 HINT = "try: "  # before the last line of an error
-ANSWER_SECONDS = 10.0  # for the driver's first and last word about the cards
 OURS = (
     "LOCKSTEP_WORK",
     "GPU_RANK",
@@ -63,8 +65,7 @@ class Rounds:
 
     def __init__(self, crew: Crew, plan: Plan, cards: Sequence[Card], tell: Callable[[Sequence[Member]], None]) -> None:
         self.crew, self.plan, self.cards, self.tell = crew, plan, list(cards), tell
-        self._observed = crew.work / "cards.jsonl"
-        self._observer: Member | None = None
+        self._before: dict[str, dict[str, Any]] = {}
         self._dumps: list[Path] = []
 
     def prepare(self) -> None:
@@ -86,7 +87,7 @@ class Rounds:
 
     def first(self) -> list[Replica]:
         """All workloads on all cards at once. A card alone does them twice, one after the other."""
-        self._observe()
+        self._before = self._ask_driver()
         return self._run([(card, self._errand(card, self._folder(card))) for card in self.cards], number=0)
 
     def second(self) -> list[Replica]:
@@ -118,24 +119,18 @@ class Rounds:
         for dump in self._dumps:
             dump.unlink(missing_ok=True)
 
-    def observed(self, replicas: Sequence[Replica]) -> list[Replica]:
-        """The replicas with what the driver said of their cards, now that all is done."""
-        if self._observer is not None:
-            self.crew.end(self._observer, ANSWER_SECONDS)
-            self._observer = None
-        return [dataclasses.replace(replica, **observe.read(self._observed, replica.card)) for replica in replicas]
+    def with_facts(self, replicas: Sequence[Replica]) -> list[Replica]:
+        """The replicas with what the driver said of their cards before the first round and says now."""
+        after = self._ask_driver()
+        return [
+            dataclasses.replace(
+                replica, before=self._before.get(replica.card.uuid, {}), after=after.get(replica.card.uuid, {})
+            )
+            for replica in replicas
+        ]
 
-    def _observe(self) -> None:
-        """Let a process ask the driver from now on; its first answers are waited for, within reason."""
-        if self.plan.device != "cuda":
-            return
-        uuids = sorted({card.uuid for card in self.cards})
-        command = (sys.executable, "-m", "lockstep.check.observe", str(self._observed), str(SAMPLE_SECONDS), *uuids)
-        self._observer = self.crew.start(Task("observe", command, env.child(), self.crew.work / "observe"))
-        for _ in range(int(ANSWER_SECONDS / 0.1)):
-            if self._observed.exists() or not self._observer.child.alive:
-                return
-            self.crew.wait(0.1)
+    def _ask_driver(self) -> dict[str, dict[str, Any]]:
+        return driver.ask(sorted({card.uuid for card in self.cards})) if self.plan.device == "cuda" else {}
 
     def _run(self, jobs: Sequence[tuple[Card, Errand]], *, number: int) -> list[Replica]:
         tasks = [self._task(card.name, errand, number=number) for card, errand in jobs]
@@ -180,9 +175,17 @@ class Rounds:
         return folder / part if part else folder
 
 
+def _samples(path: Path) -> Iterator[dict[str, Any]]:
+    """What the replica's sampler has written; a line that was cut short says nothing."""
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+
 def _replica(errand: Errand, ending: Ending) -> Replica:
     """What its record says, and how its process ended where the record does not."""
-    replica = records.read(errand.record, errand.card)
+    replica = records.read(errand.record, errand.card, samples=tuple(_samples(errand.samples)))
     told = any(work.error for work in replica.works)
     error = "" if told and ending.code == ExitCode.FAILED else ending.error
     return dataclasses.replace(replica, exit_code=ending.code, error=error)

@@ -84,7 +84,6 @@ class Sample(Part, frozen=True):
     seconds: float = Field(description="since the first sample of the check")
     temperature_c: float | None = None
     power_watts: float | None = None
-    sm_clock_mhz: float | None = None
 
 
 class CardEntry(Part, frozen=True):
