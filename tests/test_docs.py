@@ -106,8 +106,6 @@ def test_every_command_of_a_page_runs(
     paragraphs = [f"Paragraph {number} of a text that a user could have. " * 8 for number in range(60)]
     Path("notes.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
     Path("articles.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in paragraphs), encoding="utf-8")
-    reviews = ({"text": text, "label": place % 2} for place, text in enumerate(paragraphs))
-    Path("reviews.jsonl").write_text("\n".join(map(json.dumps, reviews)), encoding="utf-8")
     chats = ({"prompt": f"What is {place}?", "answer": f"It is {place}."} for place in range(60))
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
     own_logs = f"model_check_logs_{os.getpid()}_*"  # those of other processes are theirs
@@ -134,6 +132,11 @@ def test_python_snippets_run(
     folder: Path, code: str, in_dir: Path, dataset_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATASET_CACHE_DIR", str(dataset_cache))
+    if "reviews.jsonl" in code:  # the user's own labels, and a model that an earlier command of the page exported
+        reviews = ({"text": f"Review {place} of a thing.", "label": place % 2} for place in range(20))
+        Path("reviews.jsonl").write_text("\n".join(map(json.dumps, reviews)), encoding="utf-8")
+        for command in ("lockstep train mlm demo model.num_layers=1", "lockstep export latest --to hf"):
+            assert run_command(command, monkeypatch) == 0
     monkeypatch.syspath_prepend(str(folder.parent))  # `from config import ...` is said of the folder of the scripts
     monkeypatch.setitem(sys.modules, "config", None)
     monkeypatch.delitem(sys.modules, "config")

@@ -60,6 +60,10 @@ REMOVED = {  # a flag, a flag with its value, a verb's flag or argument that loc
     "lockstep bench --anyway": ("a busy machine is a warning line", "lockstep bench FAMILY PRESET"),
     "lockstep bench scaling --anyway": ("a busy machine is a warning line", "lockstep bench scaling FAMILY PRESET"),
     "lockstep check --audit": ("--deterministic names the operation", "lockstep train FAMILY PRESET --deterministic"),
+    "lockstep eval --labels": (
+        "scikit-learn classifies the states of an exported encoder",
+        "lockstep export RUN --to hf, then the recipe in docs/mlm.md#what-an-encoder-is-worth",
+    ),
     "lockstep replay --eager-attention": ("plain attention is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --fp32": ("fp32 is always tried", "lockstep replay BUNDLE"),
     "lockstep replay --no-compile": ("the step is always tried without the compiler", "lockstep replay BUNDLE"),

@@ -367,7 +367,7 @@ VERBS: dict[str, tuple[str, Verb]] = {
     "replay": ("run a step that was NaN again, from its bundle, and say why", replay),
     "script": ("print a job script for slurm or k8s", script),
     "sample": ("let a trained model continue a text or fill its [MASK]s; an agent walks", sample),
-    "eval": ("measure a trained model; --labels FILE: beside random weights; --answer TEXT: its likelihood", evaluate),
+    "eval": ("measure a trained model; --answer TEXT: its likelihood", evaluate),
     "export": ("write a trained model for transformers", export),
     "config list": ("show the presets", config_list),
     "config show": ("show every value and where it comes from", config_show),

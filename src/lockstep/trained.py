@@ -46,11 +46,11 @@ def sample(arguments: Namespace, _: list[Setting]) -> int:
 
 
 def evaluate(arguments: Namespace, _: list[Setting]) -> int:
-    """Measure a trained model on its validation rows, on labelled text, or on one answer; an agent in unseen tasks."""
+    """Measure a trained model on its validation rows or on one answer; an agent in unseen tasks."""
     path = find_run(arguments.run)
     walks = _given(arguments, {*OF_WALKS, "repeats"})
     if family_of(path) == AGENTS:
-        texts = _given(arguments, {"labels", "answer", "prompt", "samples", "cfg_scale"})
+        texts = _given(arguments, {"answer", "prompt", "samples", "cfg_scale"})
         _refuse(texts, (), "is for models of texts, and this run is of an agent")
         from lockstep.engine.trials import evaluate_run
 
@@ -65,23 +65,12 @@ def evaluate(arguments: Namespace, _: list[Setting]) -> int:
 def _measured(path: Path, arguments: Namespace) -> Any:
     """What a model of texts is worth."""
     asked = _given(arguments, {"prompt", "samples", "cfg_scale"})
-    if arguments.answer is not None and arguments.labels:
-        raise ConfigError("one at a time", where="--answer", hint="without --labels")
     if arguments.answer is None and asked:
         raise ConfigError("goes with --answer", where=f"--{next(iter(asked)).replace('_', '-')}", hint="--answer TEXT")
     if arguments.answer is not None:
         from lockstep.engine.measure import measure_answer
 
         return measure_answer(path, arguments.answer, **asked)
-    if arguments.labels:
-        from lockstep.engine.labelled import read_labelled
-
-        columns = {"text_column": arguments.text_column, "label_column": arguments.label_column}
-        labelled = read_labelled(arguments.labels, at_most=arguments.max_samples, **columns)
-        from lockstep.engine.measure import How, measure_labels
-
-        how = How(arguments.method, arguments.seeds, arguments.epochs, arguments.lr)
-        return measure_labels(path, labelled, how)
     from lockstep.engine.measure import measure_run
 
     return measure_run(path)

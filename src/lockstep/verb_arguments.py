@@ -95,16 +95,6 @@ def _sample(parser: Parser) -> None:
 def _eval(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run, its name, latest, or one checkpoint")
     parser.flag("--json", "as JSON")
-    group = parser.add_argument_group("a test on labelled text, beside random first weights")
-    parser.flag("--labels", ".jsonl, .json, .csv or .parquet file of texts and labels", metavar="FILE", group=group)
-    parser.flag("--text-column", "field of the text (text)", metavar="NAME", group=group)
-    parser.flag("--label-column", "field of the label (label)", metavar="NAME", default="label", group=group)
-    parser.flag("--method", "probe or finetune (probe)", metavar="HOW", default="probe",
-                choices=("probe", "finetune"), group=group)  # fmt: skip
-    parser.flag("--seeds", "how often (3)", metavar="N", type=whole(1), default=3, group=group)
-    parser.flag("--max-samples", "texts used at most (all)", metavar="N", type=whole(1), group=group)
-    parser.flag("--epochs", "of fine-tuning (3)", metavar="N", type=whole(1), default=3, group=group)
-    parser.flag("--lr", "of fine-tuning (by the model's width)", metavar="RATE", type=real(1e-9, 1), group=group)
     group = parser.add_argument_group("how likely an answer is (family llada)")
     parser.flag("--answer", "the text that is scored", metavar="TEXT", type=plain_text, group=group)
     parser.flag("--prompt", "what stands before it (nothing)", metavar="TEXT", type=plain_text, group=group)

@@ -47,16 +47,6 @@ def test_a_llama_is_measured_as_its_run_did(lockstep: Run, in_dir: Path, shared_
     assert "perplexity" in shown.out
 
 
-def test_labelled_text_is_for_encoders(lockstep: Run, in_dir: Path, shared_cache: Path) -> None:
-    assert lockstep("train", "llama", "tiny", *SHORT, "--name", "a").code == 0
-    labels = (json.dumps({"text": f"text {place}", "label": place % 2}) for place in range(20))
-    Path("labels.jsonl").write_text("\n".join(labels))
-    refused = lockstep("eval", "a", "--labels", "labels.jsonl")
-    assert refused.code == 2
-    assert "for encoders" in refused.err
-    assert "  try: lockstep eval" in refused.err
-
-
 class Few:
     """An objective whose measures are given."""
 

@@ -124,13 +124,6 @@ def bare_model(
     ).model
 
 
-def untrained(trained: Trained, seed: int) -> nn.Module:
-    """The same model as if it had never learnt: what pretraining is compared with."""
-    config = from_saved(read_about(trained.checkpoint, trains=False)["config"])
-    place = next(trained.model.parameters()).device
-    return bare_model(config, trained.shape, place, documents_apart=True, seed=seed)
-
-
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """The weights into a model of their names."""

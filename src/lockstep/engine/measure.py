@@ -1,4 +1,4 @@
-"""Measuring a trained model: its own validation rows once more, or what it is worth for labelled text."""
+"""Measuring a trained model: its own validation rows once more, or how likely it finds an answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,8 @@ from lockstep.data.loader import validation_batches
 from lockstep.engine.build import make_objective
 from lockstep.engine.choices import speaking
 from lockstep.engine.denoising import exchange
-from lockstep.engine.downstream import Comparison, How, compare, encode
 from lockstep.engine.evaluate import Judge, evaluate
-from lockstep.engine.inference import load_run, untrained
-from lockstep.engine.labelled import Labelled
+from lockstep.engine.inference import load_run
 from lockstep.engine.prepare import prepare
 from lockstep.engine.resume import read_about
 from lockstep.errors import ConfigError, DataError
@@ -165,17 +162,3 @@ def measure_answer(
         cfg_scale=cfg_scale,
     )
     return Scored(trained.checkpoint, found, len(scored), samples)
-
-
-def measure_labels(path: Path, labelled: Labelled, how: How) -> Comparison:
-    """`lockstep eval RUN --labels FILE`: pretrained against random first weights."""
-    trained = load_run(path, documents_apart=True)
-    if not hasattr(trained.model, "hidden"):
-        raise ConfigError(
-            "labelled text is for encoders (family mlm), and this run has none",
-            where="--labels",
-            hint=f"lockstep eval {path}",
-        )
-    config = from_saved(read_about(trained.checkpoint, trains=False)["config"])
-    rows = encode(labelled.texts, trained.tokenizer, longest=config.training.context_length)
-    return compare(trained.model, partial(untrained, trained), rows, labelled, how)
