@@ -2,7 +2,7 @@
 
 Random weights are written in LLaDA's own layout (bf16, a file for each layer, an index), read by our loader, and
 trained for some steps. Usage: python benchmarks/llada_memory.py FOLDER [--shape GSAI-ML/LLaDA-8B-Base] [--layers N]
-[--cases lora,bf16,int8] [--batch 1] [--context 2048] [--steps 4] [--rank 16] [--device cuda|cpu] [--eager] [--json F]
+[--cases lora,bf16] [--batch 1] [--context 2048] [--steps 4] [--rank 16] [--device cuda|cpu] [--eager] [--json F]
 A folder that has weights is used as it is. On the CPU the peak is not known and the ratio is left out. The exit code is
 1 where an estimate is further than 10 % from the peak.
 """
@@ -41,7 +41,6 @@ CASES: dict[str, dict[str, str]] = {
     "lora": {"model.lora_rank": "{rank}"},
     "lora-plain": {"model.lora_rank": "{rank}", "system.gradient_checkpointing": "false"},
     "bf16": {"training.optimizer_states": "bf16"},
-    "int8": {"training.optimizer_states": "int8"},
     "fp32": {},
 }
 
@@ -160,7 +159,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="GSAI-ML/LLaDA-8B-Base", choices=sorted(KNOWN))
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--cases", default="lora,bf16,int8")
+    parser.add_argument("--cases", default="lora,bf16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4)

@@ -54,8 +54,8 @@ def of_rounded(given: Given) -> tuple[Tensor, ...]:
     delta[known, targets[known]] -= 1
     delta = (delta * 2**15).float().to(E5M2).double() / 2**15
     counts = (known.double() if weights is None else known * weights.double())[:, None] * FACTOR
-    dx = counts * (delta @ rounded(weight_low, E4M3, (0, 1)))
-    return dx, delta.T @ rounded(x_low.double() * counts, E4M3, (0, 1))
+    dx = counts * (delta @ rounded(weight_low, E4M3))
+    return dx, delta.T @ rounded(x_low.double() * counts, E4M3)
 
 
 def check_gradients(given: Given, found: tuple[Tensor, ...]) -> None:

@@ -125,7 +125,7 @@ class Lines:
         from lockstep.runtime import env
 
         world, precision = env.detect().world, str(fields["precision"])
-        half, bits = precision in ("fp16", "bf16", "fp8", "fp8-rowwise"), {"fp64": 64}.get(precision, 32)
+        half, bits = precision in ("fp16", "bf16", "fp8"), {"fp64": 64}.get(precision, 32)
         epochs: float = getattr(self._config.training, "epochs", 0)
         length = f"{epochs:g} epochs" if epochs else f"{fields['max_steps']:,} steps"
         made = "loaded" if self._config.model.init == "pretrained" else "created"

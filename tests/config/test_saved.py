@@ -95,3 +95,20 @@ def test_a_removed_value_of_a_setting_is_refused_with_its_replacement(monkeypatc
     assert refused.value.hint == "data.data_path=FILE"
     with pytest.raises(ConfigError, match="expected one of"):
         load("llama", preset="tiny", flags=[("training.schedule", "zagzig")])
+
+
+GONE_VALUES = [(key, value) for key, values in saved.REMOVED_VALUES.items() for value in values]
+
+
+@pytest.mark.parametrize(("key", "value"), GONE_VALUES)
+def test_each_removed_value_is_refused_and_its_weights_can_be_used(key: str, value: Any) -> None:
+    family = next(name for name in schema.FAMILIES if key in identity(load(name, preset="tiny").config))
+    with pytest.raises(ConfigError, match="was removed") as refused:
+        load(family, preset="tiny", flags=[(key, str(value))])
+    assert refused.value.hint
+    tree = to_dict(load(family, preset="tiny").config)
+    section, name = key.split(".")
+    tree[section][name] = value
+    with pytest.raises(ConfigError, match="was removed"):
+        from_saved(tree)
+    assert from_saved(tree, trains=False)

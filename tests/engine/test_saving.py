@@ -101,7 +101,7 @@ def test_training_goes_on_and_the_file_holds_the_weights_of_its_step(
 
 
 def test_every_byte_is_that_of_a_save_that_training_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**SMALL, "training.precision": "fp16", "training.optimizer_states": "int8"}
+    settings = {**SMALL, "training.precision": "fp16", "training.optimizer_states": "bf16"}
     run(tmp_path / "aside", {**settings, "training.checkpoint_dir": str(tmp_path / "aside")})
     monkeypatch.setattr(Saver, "has_room", lambda *_, **__: False)
     run(tmp_path / "waited", {**settings, "training.checkpoint_dir": str(tmp_path / "waited")})

@@ -124,7 +124,7 @@ STEPS_OF_FIELDS = 8
 EARLY_OVERFLOWS = "inf_grad@rank=0,step=2;inf_grad@rank=0,step=3"
 OF_FIELDS = {"training.batch_size": 32, "training.min_delta": 1.0}  # an epoch is over soon; a loss as it was is stale
 FRESH = {**dataclasses.asdict(Progress()), "scale": 65536.0, "growth_tracker": 0}
-OTHER = {"format": 2, "optimizer_states": "int8"}  # what it says of itself cannot be as at the beginning: it lies
+OTHER = {"format": 2, "optimizer_states": "bf16"}  # what it says of itself cannot be as at the beginning: it lies
 Field = tuple[str, str]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.errors import NonFiniteError
 from lockstep.kernels import float8_head
-from lockstep.kernels.float8 import EXPONENT, LEAST_PEAK, scaled_product
+from lockstep.kernels.float8 import scaled_product
 from lockstep.models import float8
 from lockstep.models.build import Built, build
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
@@ -27,14 +27,12 @@ CUDA = torch.device("cuda", 0)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or bool(precision.float8_obstacle("fp8-rowwise", CUDA)),
+        not torch.cuda.is_available() or bool(precision.float8_obstacle(CUDA)),
         reason="needs a GPU that multiplies float8 numbers",
     ),
     pytest.mark.filterwarnings("ignore"),  # the compiler has its own
 ]
 SUMS = 0.02  # what sums in the tensor cores lose, at most; the casts round 4 to 6 %
-KINDS = sorted(precision.FLOAT8)
-BOTH = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 LENGTH = 256
 BLUR, BLURS = 0.001, 8  # bf16 rounds by so much; how often the loss is looked at
 
@@ -52,47 +50,42 @@ def factors(tokens: int, width: int, rows: int, seed: int = 0) -> tuple[Tensor, 
     return drawn(tokens, width, seed=seed, device="cuda"), weight, drawn(tokens, rows, seed=seed + 20, device="cuda")
 
 
-@BOTH
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("tokens", "width", "rows"), [*SIZES, (4096, 1024, 2816), (1000, 512, 512)])
 def test_all_three_products(
-    tokens: int, width: int, rows: int, compiled: bool, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, width: int, rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiled:
         monkeypatch.setattr(float8, "linear", torch.compile(float8.linear, fullgraph=True, dynamic=False))
     for seed in range(2):
-        check_products(*factors(tokens, width, rows, seed), rowwise=rowwise, sums=SUMS)
+        check_products(*factors(tokens, width, rows, seed), sums=SUMS)
 
 
-@BOTH
-def test_long_sums_lose_less_than_the_casts_round(rowwise: bool) -> None:
+def test_long_sums_lose_less_than_the_casts_round() -> None:
     """The production shape: 32,768 tokens are what the gradient of a weight is summed over, 14,336 what w2 sums."""
     for sizes in ((32768, 1024, 512), (512, 14336, 1024)):
         x, weight, grad = factors(*sizes)
-        found, expected = computed(x, weight, grad, rowwise=rowwise), of_rounded(x, weight, grad, rowwise=rowwise)
+        found, expected = computed(x, weight, grad), of_rounded(x, weight, grad)
         errors = {name: error(found[name], expected[name]) for name in expected}
-        print(sizes, "rowwise" if rowwise else "tensorwise", {name: f"{value:.5f}" for name, value in errors.items()})
+        print(sizes, {name: f"{value:.5f}" for name, value in errors.items()})
         assert all(value < SUMS for value in errors.values())
         for _ in range(3):
-            again = computed(x, weight, grad, rowwise=rowwise)
+            again = computed(x, weight, grad)
             assert all(torch.equal(again[name], found[name]) for name in found)
 
 
-@BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_what_is_not_finite_stays_so(
-    bad: float, compiled: bool, rowwise: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_finite_stays_so(bad: float, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiled:
         monkeypatch.setattr(float8, "linear", torch.compile(float8.linear, fullgraph=True, dynamic=False))
     touched = {0: ("y", "dw"), 1: ("y", "dx"), 2: ("dx", "dw")}
     for place, names in touched.items():
         given = factors(64, 48, 32)
         given[place][3, 5] = bad
-        found = computed(*given, rowwise=rowwise)
+        found = computed(*given)
         assert {name for name, tensor in found.items() if not tensor.isfinite().all()} == set(names)
-    zeros = computed(*(tensor * 0 for tensor in factors(64, 48, 32)), rowwise=rowwise)
+    zeros = computed(*(tensor * 0 for tensor in factors(64, 48, 32)))
     assert not any(tensor.any() for tensor in zeros.values())
 
 
@@ -105,23 +98,18 @@ def at_an_edge(rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
     return left.to("cuda", torch.bfloat16), right.to("cuda", torch.bfloat16)
 
 
-def by_a_rounded_peak(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, *, along: int, rowwise: bool) -> float8.Cast:
-    """A cast as it was: its peak is a number in bf16, which the compiler has both rounded and as it was."""
-    assert rowwise
-    factor = torch.finfo(kind).max / x.abs().amax(along, keepdim=True).float().clamp(min=LEAST_PEAK)
-    factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)
-    return (x.float() * factor).to(kind), factor.reciprocal()
+@pytest.mark.parametrize("wrong", [1.0, 2.0])
+def test_numbers_are_multiplied_by_the_scale_they_were_made_with(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales and numbers are made in several kernels, some of which see a product before it is rounded to bf16.
 
-
-@pytest.mark.parametrize("how", ["tensorwise", "rowwise", "as it was"])
-def test_numbers_are_multiplied_by_the_scale_they_were_made_with(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales and numbers are made in several kernels, some of which see a product before it is rounded to bf16."""
-    rowwise = how != "tensorwise"
-    if how == "as it was":
-        monkeypatch.setattr(float8, "cast", by_a_rounded_peak)
+    The control: a scale that is another power of two than the one the numbers were made with.
+    """
+    right = float8.cast
+    if wrong != 1:
+        monkeypatch.setattr(float8, "cast", lambda *given: (right(*given)[0], right(*given)[1] * wrong))
 
     def around(x: Tensor, factor: Tensor, weight: Tensor, gain: Tensor) -> Tensor:
-        return float8.linear(x * factor, weight, rowwise=rowwise) * gain
+        return float8.linear(x * factor, weight) * gain
 
     tokens, width, rows = 768, 128, 512
     (x, factor), (gain, grad) = at_an_edge(tokens, width, 1), at_an_edge(tokens, rows, 2)
@@ -132,8 +120,8 @@ def test_numbers_are_multiplied_by_the_scale_they_were_made_with(how: str, monke
     y = torch.compile(around, fullgraph=True, dynamic=False)(given[0], factor, given[1], gain)
     found = (y.detach(), *torch.autograd.grad(y, given, grad))
     errors = [error(one, other) for one, other in zip(found, exact, strict=True)]
-    print(how, [f"{each:.4f}" for each in errors])
-    assert max(errors) > 0.3 if how == "as it was" else max(errors) < 0.08, errors
+    print(wrong, [f"{each:.4f}" for each in errors])
+    assert max(errors) < 0.08 if wrong == 1 else max(errors) > 0.3, errors
 
 
 # ------------------------------------------------------------------------------------------------ the output matrix
@@ -221,7 +209,7 @@ def all_of(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([each.flatten() for each in gradients.values()])
 
 
-def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[dict[str, int]], **how: bool) -> None:
+def check_against_rounded_numbers(options: ModelOptions, given: list[dict[str, int]], **how: bool) -> None:
     """Hold compiled float8 blocks against layers of numbers that were rounded in fp64 (tests/float8_reference.py).
 
     The compiler does not round to bf16 what goes into a layer. That alone changes which way numbers are rounded to
@@ -229,12 +217,12 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
     is to be as far from bf16 as the reference, and no further from the reference than it is from itself when blurred;
     the loss, a single number, within four times what blurring usually does to it.
     """
-    rowwise, eager = kind == "fp8-rowwise", options.model_copy(update={"compile": "off"})
-    plain, built = (made(options, each, **how) for each in ("bf16", kind))
+    eager = options.model_copy(update={"compile": "off"})
+    plain, built = (made(options, each, **how) for each in ("bf16", "fp8"))
     reference, other = (made(eager, "bf16", **how) for _ in range(2))
     built.model.float8_head = False  # pyright: ignore[reportArgumentType] - it has tests of its own
-    by_reference(reference.model, rowwise=rowwise)
-    by_reference(other.model, rowwise=rowwise, noise=BLUR)
+    by_reference(reference.model)
+    by_reference(other.model, noise=BLUR)
     for number, size in enumerate(given):
         torch.manual_seed(1)
         (loss, unrounded), (right, expected), (_, blurred) = (
@@ -248,7 +236,7 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
         apart = {name: error(blurred[name], each) for name, each in expected.items() if each.any()}
         ours = {name: error(found[name], expected[name]) for name in apart}
         worst = max(ours, key=lambda name: ours[name] / apart[name])
-        print(kind, type(options).__name__, size, f"from bf16: reference {away:.4f}, ours {ours_away:.4f};")
+        print(type(options).__name__, size, f"from bf16: reference {away:.4f}, ours {ours_away:.4f};")
         print(f"  {worst} from the reference: blurred {apart[worst]:.4f}, ours {ours[worst]:.4f}")
         with torch.no_grad():
             usual = statistics.fmean((float(loss_of(other, **size)) - right) ** 2 for _ in range(BLURS)) ** 0.5
@@ -258,17 +246,15 @@ def check_against_rounded_numbers(options: ModelOptions, kind: str, given: list[
         assert ours[worst] < 2 * apart[worst], worst  # the doubled columns of one matrix are lost in a sum of all
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-def test_compiled_blocks_compute_what_rounded_numbers_give(kind: str, deterministic: bool) -> None:
-    check_against_rounded_numbers(llama(), kind, [{"seed": seed} for seed in range(4)], deterministic=deterministic)
+def test_compiled_blocks_compute_what_rounded_numbers_give(deterministic: bool) -> None:
+    check_against_rounded_numbers(llama(), [{"seed": seed} for seed in range(4)], deterministic=deterministic)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_same_bits_again(kind: str, checkpointing: bool) -> None:
+def test_the_same_bits_again(checkpointing: bool) -> None:
     with determinism.mode(CUDA, deterministic=True, threads=0):
-        built = made(llama(), kind, deterministic=True, checkpointing=checkpointing)
+        built = made(llama(), "fp8", deterministic=True, checkpointing=checkpointing)
         loss, first = learnt(built)
         for _ in range(5):
             again_loss, again = learnt(built)
@@ -276,8 +262,7 @@ def test_the_same_bits_again(kind: str, checkpointing: bool) -> None:
             assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_encoders_additions_and_rows_of_any_length(kind: str) -> None:
+def test_encoders_additions_and_rows_of_any_length() -> None:
     encoder: dict[str, Any] = {"model_path": "lockstep/mlm-tiny", "hidden_size": 128, "num_attention_heads": 2,
                                "dropout": 0.0, "init_std": 0.05, "compile": "on"}  # fmt: skip
     llada = {"model_path": "lockstep/llada-tiny", "init_std": 0.05, "compile": "on"}
@@ -287,7 +272,7 @@ def test_encoders_additions_and_rows_of_any_length(kind: str) -> None:
         LladaOptions.model_validate(llada),
         LladaOptions.model_validate({**llada, "lora_rank": 4}),
     ):
-        check_against_rounded_numbers(options, kind, sizes)
+        check_against_rounded_numbers(options, sizes)
 
 
 # ------------------------------------------------------------------------------------------------ runs
@@ -302,9 +287,8 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("shared_cache")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_repeats_its_bits_and_goes_on_with_them(tmp_path: Path, kind: str) -> None:
-    settings = {**SETTINGS, "training.precision": kind}
+def test_a_run_repeats_its_bits_and_goes_on_with_them(tmp_path: Path) -> None:
+    settings = SETTINGS
     with determinism.mode(CUDA, deterministic=True, threads=0):
         _, whole = run(tmp_path / "whole", settings)
         _, again = run(tmp_path / "again", settings)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine import compact
 from lockstep.engine.compact import make_optimizer
 from lockstep.engine.optimizer import AdamW
 from lockstep.engine.options import TrainingOptions
@@ -130,15 +129,6 @@ def test_a_part_of_a_tensor_is_rounded_as_in_the_whole(kernel: Any) -> None:
     whole, part, misplaced = updated(slice(0, 13), 0), updated(slice(3, 10), 33), updated(slice(3, 10), 0)
     assert all(torch.equal(one[3:10], other) for one, other in zip(whole, part, strict=True))
     assert not torch.equal(part[1], misplaced[1])
-
-
-def test_bytes_stay_with_the_rows(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moments in int8 are not the kernel's; those without rows are fp32, and are."""
-    sizes, by_rows = list[int](), list[int]()
-    monkeypatch.setattr(kernel, "update", lambda *row, **_: sizes.append(row[0].numel()))
-    monkeypatch.setattr(compact, "_update_rows", lambda part, *_, **__: by_rows.append(part.numel()))
-    trained(1, with_kernel=True, states="int8")
-    assert (sizes, sorted(by_rows)) == ([150], [15, 143, 256])
 
 
 def test_what_the_kernel_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

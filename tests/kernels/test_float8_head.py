@@ -227,7 +227,7 @@ def test_the_kernels_write_what_plain_operations_do(rows: int, columns: int, mon
     assert torch.equal(turned[1], scale)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("fp8", True), ("fp8-rowwise", False), ("bf16", False)])
+@pytest.mark.parametrize(("kind", "expected"), [("fp8", True), ("bf16", False)])
 def test_a_model_asks_for_it(kind: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     options = LlamaOptions(model_path="lockstep/tiny", init_std=0.05)
     built = build(

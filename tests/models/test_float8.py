@@ -39,26 +39,22 @@ from tests.float8_reference import (
 from tests.gates.training import run
 
 CPU = torch.device("cpu")
-ROWS_LAST = ("fp8", "fp8-rowwise")
-BOTH = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 
 
 # ------------------------------------------------------------------------------------------------ the products
 
 
-@BOTH
 @pytest.mark.parametrize(("tokens", "width", "rows"), SIZES)
-def test_all_three_products(tokens: int, width: int, rows: int, rowwise: bool) -> None:
+def test_all_three_products(tokens: int, width: int, rows: int) -> None:
     for seed in range(3):
         x, weight, grad = drawn(tokens, width, seed=seed), drawn(rows, width, kind=torch.float32), drawn(tokens, rows)
-        check_products(x, weight, grad, rowwise=rowwise)
+        check_products(x, weight, grad)
 
 
-@BOTH
-def test_a_wrong_scale_is_seen(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     x, weight, grad = drawn(64, 48), drawn(32, 48, kind=torch.float32), drawn(64, 32)
-    expected, right = of_rounded(x, weight, grad, rowwise=rowwise), float8.cast
+    expected, right = of_rounded(x, weight, grad), float8.cast
 
     def twice(*args: Any, **named: Any) -> float8.Cast:
         numbers, scale = right(*args, **named)
@@ -70,17 +66,17 @@ def test_a_wrong_scale_is_seen(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -
 
     for wrong in (twice, saturated):
         monkeypatch.setattr(float8, "cast", wrong)
-        found = computed(x, weight, grad, rowwise=rowwise)
+        found = computed(x, weight, grad)
         assert all(error(found[name], expected[name]) > 2 * ROUNDED for name in expected), wrong
 
 
 def test_gradients_keep_the_range_of_their_type_and_weights_their_digits() -> None:
     """One scale for all: a row that is smaller by 2^22 is within e5m2, not within e4m3's largest number."""
     x, weight, grad = drawn(64, 48), drawn(32, 48, kind=torch.float32), drawn(64, 32)
-    found, expected = computed(x, weight, grad, rowwise=False), of_rounded(x, weight, grad, rowwise=False)
+    found, expected = computed(x, weight, grad), of_rounded(x, weight, grad)
     assert error(found["dw"], expected["dw"]) < 1e-5, "the gradient of a weight in fp32 comes in fp32"
     grad[5] *= 2.0**-22
-    found = computed(x, weight, grad, rowwise=False)
+    found = computed(x, weight, grad)
     assert error(found["dx"][5], grad[5].double() @ weight.double()) < 0.08
 
 
@@ -112,19 +108,10 @@ def test_rows_and_a_bias() -> None:
     assert torch.equal(y, (plain + bias.to(torch.bfloat16)).view(3, 5, 7, 48))
 
 
-def test_a_scale_for_each_row_keeps_rows_that_one_for_all_loses() -> None:
-    x, weight = drawn(32, 64), drawn(16, 64, kind=torch.float32)
-    x[5] *= 2.0**-30
-    lost, kept = (float8.linear(x, weight, rowwise=rowwise)[5] for rowwise in (False, True))
-    assert not lost.any()
-    assert error(kept, x[5].double() @ weight.double().T) < 0.1
-
-
-@BOTH
 @pytest.mark.parametrize("factor", [0.0, 2.0**-120, 2.0**-90, 2.0**-60, 2.0**60, 2.0**100])
-def test_numbers_of_any_size(factor: float, rowwise: bool) -> None:
+def test_numbers_of_any_size(factor: float) -> None:
     x, weight, grad = drawn(32, 48) * factor, drawn(16, 48, kind=torch.float32), drawn(32, 16)
-    found, expected = computed(x, weight, grad, rowwise=rowwise), exact(x, weight, grad)
+    found, expected = computed(x, weight, grad), exact(x, weight, grad)
     assert all(tensor.isfinite().all() for tensor in found.values())
     if factor == 0:
         assert not found["y"].any()
@@ -132,19 +119,18 @@ def test_numbers_of_any_size(factor: float, rowwise: bool) -> None:
         assert error(found["y"], expected["y"]) < 0.06
         assert error(found["dw"], expected["dw"]) < 0.08
     assert error(found["dx"], expected["dx"]) < 0.08
-    nothing = computed(drawn(32, 48), weight, grad * 0, rowwise=rowwise)
+    nothing = computed(drawn(32, 48), weight, grad * 0)
     assert not nothing["dx"].any()
     assert not nothing["dw"].any()
 
 
-@BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("place", "touched"), [("x", ("y", "dw")), ("weight", ("y", "dx")), ("grad", ("dx", "dw"))])
-def test_what_is_not_finite_stays_so(place: str, touched: tuple[str, ...], bad: float, rowwise: bool) -> None:
+def test_what_is_not_finite_stays_so(place: str, touched: tuple[str, ...], bad: float) -> None:
     """Casts to float8 saturate: an infinity would become 448, and nobody would hear of it."""
     given = {"x": drawn(32, 48), "weight": drawn(16, 48, kind=torch.float32), "grad": drawn(32, 16)}
     given[place][3, 5] = bad
-    found = computed(**given, rowwise=rowwise)
+    found = computed(**given)
     for name, tensor in found.items():
         assert tensor.isfinite().all() == (name not in touched), name
 
@@ -181,22 +167,18 @@ def coarse(right: Any, x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, **nam
     return (numbers.view(torch.uint8) & 0xFE).view(kind), scale
 
 
-@pytest.mark.parametrize("kind", sorted(precision.FLOAT8))
-def test_a_model_computes_what_rounded_numbers_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_computes_what_rounded_numbers_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding alone, by the reference, moves the gradients by `away`; ours may differ from it by a fifth of that."""
-    plain, built = made(llama(), "bf16"), made(llama(), kind)
+    plain, built = made(llama(), "bf16"), made(llama(), "fp8")
     assert [name for name, _ in built.model.named_parameters()] == [name for name, _ in plain.model.named_parameters()]
-    told = {
-        "fp8": "float8: 28 matrices of the blocks, and the output matrix's gradients, one scale for each matrix",
-        "fp8-rowwise": "float8: 28 matrices of the blocks, a scale for each row",
-    }
-    assert f"{told[kind]}; slow, because nothing is compiled" in built.notices
+    told = "float8: 28 matrices of the blocks, and the output matrix's gradients, one scale for each matrix"
+    assert f"{told}; slow, because nothing is compiled" in built.notices
     output: Any = built.model.output
     assert type(output) is nn.Linear, "the output matrix stays"
     assert all(parameter.dtype == torch.float32 for parameter in built.model.parameters())
     (loss, unrounded), (found_loss, found) = learnt(plain), learnt(built)
     assert found_loss != loss
-    by_reference(plain.model, rowwise=kind == "fp8-rowwise")
+    by_reference(plain.model)
     expected_loss, expected = learnt(plain)
     away, apart = error(all_of(expected), all_of(unrounded)), error(all_of(found), all_of(expected))
     assert found_loss == pytest.approx(expected_loss, rel=1e-4)
@@ -207,18 +189,17 @@ def test_a_model_computes_what_rounded_numbers_give(kind: str, monkeypatch: pyte
     assert error(all_of(wrong), all_of(expected)) > away / 2, "one bit less, and it is not seen"
 
 
-@pytest.mark.parametrize("kind", sorted(precision.FLOAT8))
-def test_layers_with_a_bias_compute_what_rounded_numbers_give(kind: str) -> None:
+def test_layers_with_a_bias_compute_what_rounded_numbers_give() -> None:
     values = {"model_path": "lockstep/mlm-tiny", "hidden_size": 128, "num_attention_heads": 2, "dropout": 0.0,
               "init_std": 0.05}  # fmt: skip
-    plain, built = (made(EncoderOptions.model_validate(values), each) for each in ("bf16", kind))
+    plain, built = (made(EncoderOptions.model_validate(values), each) for each in ("bf16", "fp8"))
     with torch.no_grad():
         for model in (plain.model, built.model):
             generator = torch.Generator().manual_seed(3)
             for name, each in model.named_parameters():
                 if name.endswith(".bias"):
                     each.normal_(generator=generator)
-    by_reference(plain.model, rowwise=kind == "fp8-rowwise")
+    by_reference(plain.model)
     (_, expected), (_, found) = learnt(plain), learnt(built)
     for name, right in expected.items():
         assert error(found[name], right) < 0.02, name
@@ -226,11 +207,10 @@ def test_layers_with_a_bias_compute_what_rounded_numbers_give(kind: str) -> None
 
 @pytest.mark.slow  # half a minute of C++; tests/gpu has the same of whole blocks
 @pytest.mark.filterwarnings("ignore")  # the compiler has its own
-@pytest.mark.parametrize("kind", sorted(precision.FLOAT8))
-def test_the_compiler_takes_a_block_whole_and_once(kind: str) -> None:
-    built = made(llama(num_layers=1, compile="on"), kind)
+def test_the_compiler_takes_a_block_whole_and_once() -> None:
+    built = made(llama(num_layers=1, compile="on"), "fp8")
     assert built.compiled
-    eager = made(llama(num_layers=1), kind)
+    eager = made(llama(num_layers=1), "fp8")
     seen = graphs()
     for seed in range(3):
         (loss, expected), (found_loss, found) = learnt(eager, seed=seed), learnt(built, seed=seed)
@@ -259,7 +239,7 @@ def test_additions_to_frozen_float8_matrices() -> None:
     assert frozen["layers.0.mlp.w1.weight"] == torch.bfloat16
     (_, unrounded), (_, found) = learnt(plain), learnt(built)
     assert set(found) == set(unrounded)
-    by_reference(plain.model, rowwise=False)
+    by_reference(plain.model)
     _, expected = learnt(plain)
     away, apart = error(all_of(expected), all_of(unrounded)), error(all_of(found), all_of(expected))
     assert 0.05 < away < 0.2
@@ -285,12 +265,10 @@ def test_the_estimate_counts_no_copies_of_weights() -> None:
     shape = resolve(LlamaOptions.model_validate({"model_path": "lockstep/base"}), context_length=32)
     fixed: dict[str, Any] = {"batch_size": 1, "context_length": 32, "checkpointing": False, "compiled": True,
                              "sharing": Sharing(standing_gradients=True)}  # fmt: skip
-    plain, small, rowwise = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("bf16", *ROWS_LAST))
-    for each in (small, rowwise):
-        assert (each.states, each.activations) == (plain.states, plain.activations)
-        eager = memory_bytes(shape, dtype_name="bf16", **{**fixed, "compiled": False})
-        assert each.copies == 2 * shape.vocab_size * shape.hidden_size == plain.copies < eager.copies
-    assert rowwise.head == plain.head
+    plain, small = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("bf16", "fp8"))
+    assert (small.states, small.activations) == (plain.states, plain.activations)
+    eager = memory_bytes(shape, dtype_name="bf16", **{**fixed, "compiled": False})
+    assert small.copies == 2 * shape.vocab_size * shape.hidden_size == plain.copies < eager.copies
     matrix, logits = shape.vocab_size * shape.hidden_size, shape.vocab_size * 32
     assert small.head == plain.head + matrix + 2 * logits, "the matrix in float8, and twice the logits' gradient"
     frozen, whole = (
@@ -313,8 +291,8 @@ def test_the_estimate_counts_no_copies_of_weights() -> None:
 def test_the_estimate_knows_that_gradients_come_later() -> None:
     shape = resolve(LlamaOptions.model_validate({"num_layers": 4}), context_length=8192)
     fixed: dict[str, Any] = {"batch_size": 4, "context_length": 8192, "checkpointing": False, "compiled": True}
-    small, rowwise = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ROWS_LAST)
-    assert small.head - rowwise.head == shape.vocab_size * (shape.hidden_size + 2 * 8192)
+    small, plain = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("fp8", "bf16"))
+    assert small.head - plain.head == shape.vocab_size * (shape.hidden_size + 2 * 8192)
     standing = memory_bytes(shape, dtype_name="fp8", **fixed, sharing=Sharing(standing_gradients=True))
     blocks = shape.parameters() - shape.vocab_size * shape.hidden_size
     assert standing.total - small.total == small.awaited == 4 * blocks, "all gradients but the output matrix's"
@@ -382,13 +360,12 @@ def test_a_number_that_is_not_finite_is_found_by_name(
 
 
 @pytest.mark.usefixtures("_on_the_cpu")
-@pytest.mark.parametrize("kind", ROWS_LAST)
 def test_one_in_the_head_is_found_as_without_float8(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(llama_module, "chunk_tokens", lambda *_, **__: 64)
     monkeypatch.setenv("LOCKSTEP_FAULT", "inf_weight@step=1,tensor=output.weight,index=70")
     with pytest.raises(NonFiniteError):
-        run(tmp_path, {**SETTINGS, "training.precision": kind})
+        run(tmp_path, SETTINGS)
     [told] = [line for line in caplog.text.splitlines() if "First bad value" in line]
     assert told.endswith("First bad value: output (weights)")

@@ -204,7 +204,7 @@ def test_logits_exist_a_chunk_at_a_time_and_only_where_they_are_in_place_are_chu
         )
         return memory.head / EIGHT.vocab_size
 
-    for dtype_name in ("bf16", "fp16", "fp8-rowwise"):
+    for dtype_name in ("bf16", "fp16"):
         assert [head(tokens, dtype_name) for tokens in (100, 8192, 90_000)] == [200, 16384, 16384]
     assert [head(tokens, "fp32") for tokens in (100, 2048, 90_000)] == [1200, 24576, 24576]
     assert head(90_000, "fp64") == 2048 * 24

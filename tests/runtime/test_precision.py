@@ -44,33 +44,29 @@ def test_refusals_name_the_key_and_the_way_out(has_bf16: dict[str, bool]) -> Non
     assert resolve("fp16", GPU) == "fp16"
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-rowwise"])
-def test_float8_is_refused_where_no_products_of_it_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_is_refused_where_no_products_of_it_are(monkeypatch: pytest.MonkeyPatch) -> None:
     card: dict[str, tuple[int, int]] = {"capability": (8, 6)}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card["capability"])
 
     def refusal(device: torch.device) -> str:
-        with pytest.raises(ConfigError, match=rf"training\.precision: {name}: ") as caught:
-            resolve(name, device)
+        with pytest.raises(ConfigError, match=r"training\.precision: fp8: ") as caught:
+            resolve("fp8", device)
         assert caught.value.hint == "--precision bf16"
         return str(caught.value)
 
     assert "it needs a GPU" in refusal(CPU)
     assert "a card has compute capability 8.6" in refusal(GPU)
     card["capability"] = (8, 9)
-    if name == "fp8-rowwise":
-        assert "begin with 9.0" in refusal(GPU)
-        card["capability"] = (9, 0)
-    assert resolve(name, GPU) == name
+    assert resolve("fp8", GPU) == "fp8"
     monkeypatch.setattr(torch.version, "hip", "6.2")
     assert "of another kind" in refusal(GPU)
 
 
 def test_what_is_left_of_float8_after_training() -> None:
-    kinds = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp8-rowwise")
-    assert [precision.for_measuring(kind) for kind in kinds] == ["fp32", "bf16", "fp16", "fp32", "bf16", "bf16"]
-    assert [precision.without_float8(kind) for kind in kinds] == ["fp32", "bf16", "fp16", "fp64", "bf16", "bf16"]
+    kinds = ("fp32", "bf16", "fp16", "fp64", "fp8")
+    assert [precision.for_measuring(kind) for kind in kinds] == ["fp32", "bf16", "fp16", "fp32", "bf16"]
+    assert [precision.without_float8(kind) for kind in kinds] == ["fp32", "bf16", "fp16", "fp64", "bf16"]
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,15 @@ class Removed:
 REMOVED: dict[str, Removed] = {  # by dotted key
     "report.profile_from": Removed("the steps are named by their first and last", "--profile-steps 100-104", None),
 }
+_STATES = "--optimizer-states bf16; for less memory --model.lora-rank 32 or --mode fsdp on more GPUs"
 _LEARNER = Removed(
     "PPO and PSRL are the source learners; histories of others stay where they are, and are not read",
     "lockstep train ad data.alg=PSRL",
 )
 REMOVED_VALUES: dict[str, dict[Any, Removed]] = {  # of settings that stay: dotted key -> value
     "data.alg": {"Q": _LEARNER, "Noise": _LEARNER},
+    "training.optimizer_states": {"int8": Removed("bf16 states take about half the time of a step", _STATES)},
+    "training.precision": {"fp8-rowwise": Removed("float8 has one scale for each matrix", "--precision fp8")},
 }
 
 

@@ -1,16 +1,12 @@
-"""AdamW whose moments are kept in bf16 or int8 (see moments.py): decoded, updated and encoded some rows at a time.
+"""AdamW whose moments are kept in bf16 (see moments.py), updated some rows at a time.
 
-On a GPU a kernel of our own, kernels/adamw.py, updates what is in bf16, with the same noise, and what int8 leaves in
-fp32: a launch for each tensor.
+On a GPU a kernel of our own, kernels/adamw.py, does the same with the same noise: one launch for each tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +17,6 @@ from lockstep.engine.options import TrainingOptions
 from lockstep.runtime.parallel import flat_offset, local
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements at a time: bounds what lies beside the moments
-VARIANTS = 32  # of widths, whole and last chunks, with and without decay
-COMPILED = ("cuda",)  # where the update is one kernel instead of fifty
 Work = list[tuple[nn.Parameter, float]]  # to be updated, with their decay
 
 
@@ -50,7 +44,7 @@ class CompactAdamW(AdamW):
         }
 
     def _make_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return moments.empty_states(local(parameter), self.options.optimizer_states)
+        return {name: torch.zeros_like(local(parameter), dtype=torch.bfloat16) for name in moments.MOMENTS}
 
     @torch.no_grad()
     def step(self, divisor: Tensor, skip: Tensor) -> None:
@@ -93,26 +87,22 @@ class CompactAdamW(AdamW):
             "kept": skip > 0,
         }
         constants = Constants(options.adam_beta1, options.adam_beta2, options.adam_epsilon)
-        with _compiling(self.lr.device):
-            for parameter, decay in work:
-                self._update(parameter, decay, shared, constants)
+        for parameter, decay in work:
+            self._update(parameter, decay, shared, constants)
 
     def _update(self, parameter: nn.Parameter, decay: float, shared: dict[str, Tensor], constants: Constants) -> None:
         part, gradient = local(parameter), _gradient(parameter)
         if not part.numel():
             return
-        begin = flat_offset(parameter)
-        part, gradient, states = _by_blocks(part, gradient, self.states[id(parameter)])
-        update = _compiled() if part.device.type in COMPILED else _update_rows
+        begin, states = flat_offset(parameter), self.states[id(parameter)]
         numbers = {name: _as(value, part.dtype) for name, value in shared.items()}
-        values = moments.second_values(part.device)
         for rows, first in _chunks(part):
             start = torch.full((), moments.signed(begin + first), dtype=torch.int32, device=part.device)
-            update(
+            _update_rows(
                 part[rows],
                 gradient[rows],
                 {name: kept[rows] for name, kept in states.items()},
-                {**numbers, "key": self.keys[id(parameter)], "first": start, "values": values},
+                {**numbers, "key": self.keys[id(parameter)], "first": start},
                 constants=constants,
                 decay=decay,
             )
@@ -128,15 +118,6 @@ def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _by_blocks(part: Tensor, gradient: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Rows of one block each, where blocks fill the rows: tensors of all widths are then one and the same kernel."""
-    if part.ndim != 2 or part.shape[1] % moments.BLOCK:
-        return part, gradient, states
-    scaled = {name: kept.view(-1, 1) for name, kept in states.items() if name in moments.SCALES}
-    plain = {name: kept.view(-1, moments.BLOCK) for name, kept in states.items() if name not in moments.SCALES}
-    return part.view(-1, moments.BLOCK), gradient.reshape(-1, moments.BLOCK), {**plain, **scaled}
-
-
 def _chunks(part: Tensor) -> Iterator[tuple[slice, int]]:
     """Runs of rows, and the flat index of their first element."""
     width = part[:1].numel()
@@ -150,31 +131,16 @@ def _update_rows(
     decay: float,
 ) -> None:  # fmt: skip
     """AdamW on some rows, in place."""
-    old_first, old_second = moments.decode(states, part.dtype, given["values"])
+    old_first, old_second = (states[name].to(part.dtype) for name in moments.MOMENTS)
     gradient = gradient / given["divisor"]
     first = old_first + (gradient - old_first) * (1 - constants.beta1)
     second = old_second * constants.beta2 + gradient * gradient * (1 - constants.beta2)
     new = part * (1 - given["lr"] * decay) if decay else part
     new = new - given["rate"] * first / (second.sqrt() / given["root"] + constants.epsilon)
     bits = moments.noise(part.shape, first=given["first"], key=given["key"], step=given["step"])
-    encoded = moments.encode(first, second, bits, states, given["values"])
     part.copy_(torch.where(given["kept"], part, new))
-    for name, kept in states.items():
-        kept.copy_(torch.where(given["kept"], kept, encoded[name]))
-
-
-def _compiling(device: torch.device) -> AbstractContextManager[Any]:
-    """The blocks of a step may have run without the compiler, and may yet run again; the update is to have it."""
-    return torch.compiler.set_stance("default") if device.type in COMPILED else nullcontext()
-
-
-@cache
-def _compiled() -> Any:
-    """The same as one kernel. Each width has its own; should there be more than the compiler allows, they run as is."""
-    import torch._dynamo.config as dynamo
-
-    dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
-    return torch.compile(_update_rows)
+    for name, moment, random in zip(moments.MOMENTS, (first, second), moments.halves(bits), strict=True):
+        states[name].copy_(torch.where(given["kept"], states[name], moments.round_to_bf16(moment, random)))
 
 
 def make_optimizer(model: nn.Module, options: TrainingOptions, device: torch.device, *, seed: int) -> AdamW:

@@ -105,7 +105,7 @@ class Way:
 
 def _kinds(config: RunConfig, device: torch.device, shards: int) -> Iterator[list[Way]]:
     """Ways of one kind, the mildest first."""
-    on_gpu, states = device.type == "cuda", ["fp32", "bf16", "int8"]
+    on_gpu, states = device.type == "cuda", ["fp32", "bf16"]
     yield [Way(shards)]
     if on_gpu and config.training.precision == "fp32":
         yield [Way(shards, (Change("--precision bf16", "training", {"precision": "bf16"}),))]

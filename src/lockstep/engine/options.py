@@ -9,7 +9,7 @@ from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WithJ
 
 from lockstep.config.section import Section, setting
 
-Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp64"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp64"]
 USUAL_ROWS, MOST_ROWS = 2, 1 << 20
 AUTO_ROWS = re.compile(r"auto(?::([1-9]\d{0,6}))?", re.ASCII)
 
@@ -77,15 +77,15 @@ class TrainingOptions(Section, frozen=True):
     adam_beta1: float = setting(0.9, "AdamW beta 1.", ge=0, lt=1)
     adam_beta2: float = setting(0.999, "AdamW beta 2.", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, "AdamW epsilon.", gt=0, le=1)
-    optimizer_states: Literal["fp32", "bf16", "int8"] = setting(
-        "fp32", "What AdamW keeps its two moments in: 8, 4 or 2 bytes a parameter; below fp32 rounded at random."
+    optimizer_states: Literal["fp32", "bf16"] = setting(
+        "fp32", "What AdamW keeps its two moments in: 8 or 4 bytes a parameter; bf16 is rounded at random."
     )
     max_grad_norm: float = setting(1.0, "Clip the gradient to this norm; 0 or less: no clipping.", le=1e9, ge=-1e9)
     precision: Precision = setting(
         "auto",
         "auto: bf16 on GPUs that have it, fp32 on the CPU. fp16 scales the loss. fp8: as bf16, but the matrices of the "
-        "blocks are multiplied in float8, with a scale for each (and so are the gradients of LLaMA's and LLaDA's "
-        "output matrix) or, fp8-rowwise, for each row. Weights are fp32; fp64: for proofs.",
+        "blocks are multiplied in float8, with a scale for each, and so are the gradients of LLaMA's and LLaDA's "
+        "output matrix. Weights are fp32; fp64: for proofs.",
     )
     save_interval: int = setting(
         100, "Steps between checkpoints; 0: only the last.", unit="steps", role="cosmetic", ge=0, le=1 << 40

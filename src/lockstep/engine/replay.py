@@ -64,7 +64,7 @@ def replay(folder: Path, *, drop: int | None = None, device: str = "auto") -> tu
 def _as_it_can_be(config: RunConfig, device: torch.device) -> tuple[RunConfig, Change]:
     """The settings of the step, and what to call them: without float8 where a device does not multiply it."""
     named = config.training.precision
-    if named not in precision.FLOAT8 or not precision.float8_obstacle(named, device):
+    if named != "fp8" or not precision.float8_obstacle(device):
         return config, AS_IT_WAS
     instead = precision.without_float8(named)
     training = config.training.model_copy(update={"precision": instead})

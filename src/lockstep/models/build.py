@@ -122,7 +122,7 @@ def _blank(
         model = lay_out(shape, attention=attention, dropout=options.dropout, checkpointing=checkpointing)
     if dtype_name == "fp64":
         model.double()
-    notice = float8.convert(model, dtype_name) if dtype_name in precision.FLOAT8 else ""
+    notice = float8.convert(model) if dtype_name == "fp8" else ""
     added = lora.wanted(options)
     if added and isinstance(model, Llama):
         lora.attach(model, added, dtype_name=precision.without_float8(dtype_name))

@@ -4,9 +4,8 @@ Shapes: M tokens, K inputs, N outputs; y_MN = x_MK w_NK^T.
 
 Weights stay what they are and are cast anew in each pass, as x and the gradient g are; a scale brings the largest
 number near the largest that the type has, and is a power of two, so that nothing is rounded but by the cast. (What goes
-into it is bf16; the compiler may hand it over before it was rounded to that.) `tensorwise` has one scale for each
-matrix, `rowwise` one for each row of the left and each column of the right factor. x and w become e4m3; g, whose
-numbers are further apart, e5m2, and e4m3 where it has a scale for each row.
+into it is bf16; the compiler may hand it over before it was rounded to that.) There is
+one scale for each matrix. x and w become e4m3; g, whose numbers are further apart, e5m2.
 
 The tensor cores want both factors stored along their common dimension: x and w as they are for y = x w^T, w and g
 turned over for dx = g w and dw = g^T x, and x turned over too. Nothing is done by hand for that: the casts are plain
@@ -20,7 +19,6 @@ which makes NaN of it, and NaN stays NaN.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,58 +29,47 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.float8 import ALIGNMENT, Cast, factor_for, is_aligned, scaled_product
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, rowwise: bool = False) -> Tensor:
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """As F.linear, in bf16 from float8 products; the gradient of the weight comes in fp32 or as it is kept."""
     x_MK = x.flatten(0, -2)
     tokens = x_MK.shape[0]
     if missing := -tokens % ALIGNMENT:  # tokens are the common dimension of the weight's gradient
         x_MK = F.pad(x_MK, (0, 0, 0, missing))
-    y_MN: Any = _Float8Linear.apply(x_MK, weight_NK, rowwise)
+    y_MN: Any = _Float8Linear.apply(x_MK, weight_NK)
     y = (y_MN[:tokens] if missing else y_MN).view(*x.shape[:-1], -1)
     return y if bias_N is None else y + bias_N.to(y.dtype)
 
 
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, rowwise: bool) -> Tensor:
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         ctx.save_for_backward(x_MK, weight_NK)
-        ctx.rowwise = rowwise
-        x, weight = cast(x_MK, along=1, rowwise=rowwise), cast(weight_NK, along=1, rowwise=rowwise)
-        return product(x, turned(weight))
+        return product(cast(x_MK), turned(cast(weight_NK)))
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares *args
         ctx: Any, *grads: Any
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad_MN,), (x_MK, weight_NK), rowwise = grads, ctx.saved_tensors, ctx.rowwise
-        kind = torch.float8_e4m3fn if rowwise else torch.float8_e5m2
+    ) -> tuple[Tensor | None, Tensor | None]:
+        (grad_MN,), (x_MK, weight_NK) = grads, ctx.saved_tensors
         grad_x_MK = grad_weight_NK = None
         if ctx.needs_input_grad[0]:
-            grad, weight = cast(grad_MN, kind, along=1, rowwise=rowwise), cast(weight_NK, along=0, rowwise=rowwise)
-            grad_x_MK = product(grad, weight).to(x_MK.dtype)
+            grad_x_MK = product(cast(grad_MN, torch.float8_e5m2), cast(weight_NK)).to(x_MK.dtype)
         if ctx.needs_input_grad[1]:
-            grad, x = cast(grad_MN, kind, along=0, rowwise=rowwise), cast(x_MK, along=0, rowwise=rowwise)
-            wide = torch.bfloat16 if rowwise else torch.float32  # by rows there is no other; else no cast comes after
-            grad_weight_NK = product(turned(grad), x, out_dtype=wide).to(weight_NK.dtype)
-        return grad_x_MK, grad_weight_NK, None
+            grad = turned(cast(grad_MN, torch.float8_e5m2))
+            grad_weight_NK = product(grad, cast(x_MK), out_dtype=torch.float32).to(weight_NK.dtype)
+        return grad_x_MK, grad_weight_NK
 
 
-def cast(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn, *, along: int, rowwise: bool) -> Cast:
-    """A matrix in float8. `along` is the common dimension of the product it is for, which one scale must hold along.
-
-    The peak of a row is one in fp32: of one in bf16 the compiler stores what is rounded and goes on with what is not,
-    and by the two of them numbers and scale could be made with different powers. The peak of a matrix is taken by rows
-    first, which joins with a norm, and is one of their rounded peaks.
-    """
-    peak = x.float().abs().amax(along, keepdim=True) if rowwise else x.abs().amax(-1).amax().float()
-    factor = factor_for(peak, kind)
+def cast(x: Tensor, kind: torch.dtype = torch.float8_e4m3fn) -> Cast:
+    """A matrix in float8. Its peak is taken by rows first, which the compiler joins with a norm."""
+    factor = factor_for(x.abs().amax(-1).amax().float(), kind)
     return (x.float() * factor).to(kind), factor.reciprocal()
 
 
 def turned(matrix: Cast) -> Cast:
     """Its transpose."""
     numbers, scale = matrix
-    return numbers.t(), scale.reshape(scale.shape[::-1])  # not `t`: a side of one number keeps the stride of the other
+    return numbers.t(), scale
 
 
 def product(left: Cast, right: Cast, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -99,20 +86,19 @@ def product(left: Cast, right: Cast, *, out_dtype: torch.dtype = torch.bfloat16)
 class Float8Linear(nn.Linear):
     """A linear layer whose products are of float8 numbers; its parameters are those of the plain one."""
 
-    def __init__(self, plain: nn.Linear, *, rowwise: bool) -> None:
+    def __init__(self, plain: nn.Linear) -> None:
         super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
         self.weight, self.bias = plain.weight, plain.bias
-        self.product = partial(linear, rowwise=rowwise)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
 
-def convert(model: nn.Module, precision: str) -> str:
+def convert(model: nn.Module) -> str:
     """Give the blocks of a model float8 layers where their sizes allow it; the words that say how many there are.
 
-    Embeddings and logits stay: they are where rounding hurts most. With one scale for each matrix the gradients of an
-    output matrix are made in float8 too (kernels/float8_head.py).
+    Embeddings and logits stay: they are where rounding hurts most. The gradients of an output matrix are made in float8
+    too (kernels/float8_head.py).
     """
     blocks: Any = model.layers
     places = [
@@ -129,21 +115,19 @@ def convert(model: nn.Module, precision: str) -> str:
             where="training.precision",
             hint="--precision bf16",
         )
-    rowwise = precision == "fp8-rowwise"
     for module, name, child in fitting:
-        setattr(module, name, Float8Linear(child, rowwise=rowwise))
-    head = not rowwise and hasattr(model, "float8_head")  # an encoder's has a bias that learns
+        setattr(module, name, Float8Linear(child))
+    head = hasattr(model, "float8_head")  # an encoder's has a bias that learns
     if head:
         model.float8_head = True  # pyright: ignore[reportArgumentType] - torch declares modules and tensors
     shape: Any = model.shape
     aligned = is_aligned(shape.vocab_size, shape.hidden_size)
-    scales = "a scale for each row" if rowwise else "one scale for each matrix"
     count = len(places) - len(fitting)
     others = " and ".join(filter(None, (str(count or ""), "the output matrix" if head and not aligned else "")))
     stay = "stay" if count else "stays"
     rest = f"; {others} {stay} in bf16, having sides that are no multiples of {ALIGNMENT}" if others else ""
     gradients = ", and the output matrix's gradients" if head and aligned else ""
-    return f"float8: {len(fitting)} matrices of the blocks{gradients}, {scales}{rest}"
+    return f"float8: {len(fitting)} matrices of the blocks{gradients}, one scale for each matrix{rest}"
 
 
 def fits(layer: nn.Linear) -> bool:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from lockstep import rundir
 from lockstep.errors import OutputError
-from lockstep.models import initialise
-from lockstep.models.float8 import Float8Linear
+from lockstep.models import float8, initialise
 from lockstep.models.hf_names import their_names
 from lockstep.models.llama import Llama
 from lockstep.models.memory import LORA_MATRICES, lora_targets
@@ -46,7 +45,7 @@ class LoraLinear(nn.Module):
     def __init__(self, plain: nn.Linear, *, rank: int, alpha: float) -> None:
         super().__init__()
         self.weight, self.bias = plain.weight, plain.bias
-        self.product = plain.product if isinstance(plain, Float8Linear) else F.linear
+        self.product = float8.linear if isinstance(plain, float8.Float8Linear) else F.linear
         self.scale = alpha / rank
         like: dict[str, Any] = {"device": plain.weight.device, "dtype": plain.weight.dtype}
         self.lora_a = nn.Parameter(torch.empty(rank, plain.in_features, **like))

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from lockstep.models.options import ModelOptions
     from lockstep.models.shapes import Shape
 
-FLOAT8 = ("fp8", "fp8-rowwise")  # what is kept for the backward pass is bf16 all the same
 FLOAT8_SIDE = 16  # sides of an output matrix are multiples of it, or its gradients stay bf16
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8} | dict.fromkeys(FLOAT8, 2)
-STATE_BYTES = {"bf16": 4.0, "int8": 2 + 8 / 256}  # of both moments, with a scale each for blocks of 256
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 2}  # fp8: what is kept is bf16
+STATE_BYTES = {"bf16": 4}  # of both moments
 LORA_MATRICES = {  # setting -> our name inside a block
     "q": "attention.wq",
     "k": "attention.wk",
@@ -135,7 +134,7 @@ def memory_bytes(  # noqa: PLR0913 - all that costs memory, by name
 ) -> Memory:
     """Memory of training with AdamW: weights, gradients and moments, and what a micro-batch leaves behind."""
     tokens, item = batch_size * context_length, ITEM_BYTES[dtype_name]
-    recast = dtype_name in FLOAT8 or (compiled and isinstance(shape, LlamaShape))  # in each pass, as recomputed blocks
+    recast = dtype_name == "fp8" or (compiled and isinstance(shape, LlamaShape))  # in each pass, as recomputed blocks
     layer = tokens * shape.layer_activation_bytes(item, compiled=compiled)
     residual = tokens * shape.hidden_size * item
     kept = shape.num_layers * residual + layer if checkpointing else shape.num_layers * layer
@@ -192,14 +191,12 @@ def _states(shape: Shape, lora: Lora, dtype_name: str, optimizer_states: str) ->
     matrices = lora.matrices(shape)
     added = sum(rows * columns for rows, columns in matrices)
     moments = int(STATE_BYTES.get(optimizer_states, 2 * word) * added)
-    if optimizer_states == "int8":  # a scale for each begun block of a row, and B has short rows
-        moments = 2 * added + 8 * sum(rows * -(-columns // 256) for rows, columns in matrices)
     return _frozen_bytes(dtype_name) * count + word * added, word * added, moments
 
 
 def _frozen_bytes(dtype_name: str) -> int:
     """Frozen matrices are kept in bf16 where the step computes in it."""
-    return 2 if dtype_name in ("bf16", *FLOAT8) else max(4, ITEM_BYTES[dtype_name])
+    return 2 if dtype_name in ("bf16", "fp8") else max(4, ITEM_BYTES[dtype_name])
 
 
 def _cast_bytes(shape: Shape, lora: Lora, item: int, recast: bool) -> int:

@@ -64,7 +64,7 @@ def threads_text() -> str:
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s that MFU is measured against (of fp8 that of bf16, as peers do); None where none is known."""
-    if device.type != "cuda" or precision not in ("bf16", "fp16", "fp8", "fp8-rowwise"):
+    if device.type != "cuda" or precision not in ("bf16", "fp16", "fp8"):
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for word, peak in PEAK_FLOPS if re.search(rf"\b{word}\b", name)), None)

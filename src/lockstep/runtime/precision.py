@@ -12,15 +12,15 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.options import NO_FLOAT8
 
 GROWTH, BACKOFF, GROWTH_INTERVAL, FIRST_SCALE = 2.0, 0.5, 2000, 65536.0
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8-rowwise": torch.bfloat16}
-FLOAT8 = {"fp8": (8, 9), "fp8-rowwise": (9, 0)}  # and the compute capability that its products begin with
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+FLOAT8_CAPABILITY = (8, 9)  # the first compute capability that multiplies float8 numbers
 
 
 def resolve(asked: str, device: torch.device) -> str:
     """The precision that `auto` means here; a named one is honoured or refused."""
     if asked == "auto":
         return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    if asked in FLOAT8 and (reason := float8_obstacle(asked, device)):
+    if asked == "fp8" and (reason := float8_obstacle(device)):
         raise ConfigError(f"training.precision: {asked}: {reason}", hint="--precision bf16")
     if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(
@@ -29,11 +29,11 @@ def resolve(asked: str, device: torch.device) -> str:
     return asked
 
 
-def float8_obstacle(asked: str, device: torch.device) -> str:
+def float8_obstacle(device: torch.device) -> str:
     """Why this device cannot train with float8 products, or ''."""
     if device.type != "cuda":
         return NO_FLOAT8
-    name, needed = torch.cuda.get_device_name(device), FLOAT8[asked]
+    name, needed = torch.cuda.get_device_name(device), FLOAT8_CAPABILITY
     if torch.version.hip:
         return f"{name} has float8 numbers of another kind, which were never tried"
     major, minor = torch.cuda.get_device_capability(device)
@@ -44,7 +44,7 @@ def float8_obstacle(asked: str, device: torch.device) -> str:
 
 def without_float8(name: str) -> str:
     """The precision of all that float8 leaves as it is."""
-    return "bf16" if name in FLOAT8 else name
+    return "bf16" if name == "fp8" else name
 
 
 def for_measuring(name: str) -> str:
