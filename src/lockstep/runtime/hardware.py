@@ -100,7 +100,7 @@ def total_memory_bytes(device: torch.device) -> int | None:
 def memory_bounds(device: torch.device) -> memory_limits.Bounds:
     """The bounds that a shortage on this device has met."""
     if device.type != "cuda":
-        return memory_limits.of_process()
+        return memory_limits.of_machine(peak_memory_bytes(device))
     limit = torch.cuda.get_device_properties(device).total_memory
     taken = limit - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
     return memory_limits.Bounds(peak_memory_bytes(device), limit, "the card has", taken=max(0, taken))

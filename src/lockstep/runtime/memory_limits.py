@@ -27,14 +27,6 @@ class Bounds:
     taken: int = 0  # of what is allowed: by others
 
 
-def of_process() -> Bounds:
-    """On the host: only a limit of the address space makes an allocation fail while there is memory left."""
-    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if allowed != resource.RLIM_INFINITY:
-        return Bounds(address_space_peak_bytes(), allowed, "RLIMIT_AS allows")
-    return of_machine(resident_peak_bytes())
-
-
 def of_machine(peak: int) -> Bounds:
     """What the kernel holds a process to: its control group, else all there is. `peak` is the process's own."""
     group = of_group()
@@ -49,15 +41,6 @@ def resident_peak_bytes() -> int:
     """The most memory this process has had."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def address_space_peak_bytes() -> int:
-    """The most addresses it has had: what RLIMIT_AS counts."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmPeak:"):
-                return int(line.split()[1]) << 10
-    return resident_peak_bytes()
 
 
 def of_group() -> tuple[int, int] | None:
@@ -75,7 +58,7 @@ def of_group() -> tuple[int, int] | None:
 
 
 def free_bytes() -> int:
-    """What this process could still have: what the machine has free, its control group allows, and RLIMIT_AS."""
+    """What this process could still have: what the machine has free and its control group allows."""
     import psutil
 
     free = [psutil.virtual_memory().available]
@@ -88,9 +71,6 @@ def free_bytes() -> int:
                 limit, used = int((folder / limit_name).read_text()), int((folder / now_name).read_text())
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 free.append(limit - used + int(stat[cache_name]))  # the kernel takes back what it only caches
-    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if allowed != resource.RLIM_INFINITY:
-        free.append(allowed - psutil.Process().memory_info().vms)
     return max(0, min(free))
 
 
