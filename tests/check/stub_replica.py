@@ -37,7 +37,7 @@ def work(workload: Workload, errand: Errand, out: list[str]) -> None:
         weights += step
         for fault in planned.faults:
             if fault.kind == "flip_weight" and fault.step == step:
-                weights.reshape(-1)[fault.index or 0] ^= np.int32(fault.bits)
+                weights.reshape(-1)[fault.index or 0] ^= np.int32(1 << (fault.bit or 0))
         dump = errand.dump
         if dump is not None and (dump.workload, dump.step, dump.tensor) == (workload.name, step, TENSOR):
             save_file({"tensor": weights}, errand.dump_file)

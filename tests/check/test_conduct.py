@@ -98,7 +98,7 @@ def test_a_transient_flip_is_named_and_located(check: Check) -> None:
 
 
 def test_a_persistent_fault_is_called_so(check: Check) -> None:
-    told = check("--gpus", "3", fault="flip_weight@rank=2,step=4,mask=0x101,index=0", code=3)
+    told = check("--gpus", "3", fault="flip_weight@rank=2,step=4,bit=0;flip_weight@rank=2,step=4,bit=8", code=3)
     difference = told["gpus"][2]["difference"]
     assert (difference["nature"], difference["elements"]) == ("persistent", 1)
 
@@ -181,7 +181,7 @@ def test_one_card_is_compared_with_itself(check: Check, place: Path) -> None:
 
 @pytest.mark.slow
 def test_those_that_die_or_hang_fail_alone(check_in_processes: Check) -> None:
-    fault = "kill@rank=1,step=5;stop@rank=2,step=5;exit@rank=4,step=5;segv@rank=5,step=5"
+    fault = "kill@rank=1,step=5;kill@rank=2,step=5,signal=19;exit@rank=4,step=5;kill@rank=5,step=5,signal=11"
     told = check_in_processes("--gpus", "7", "--timeout", "5", fault=fault, code=3)
     assert statuses(told) == ["PASS", "FAIL", "FAIL", "PASS", "FAIL", "FAIL", "PASS"]
     reasons = [" ".join(card["reasons"]) for card in told["gpus"]]

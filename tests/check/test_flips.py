@@ -47,7 +47,8 @@ def dump(folder: Path, kind: str, fault: str = "") -> bytes:
 
 def fault_of(kind: str, mask: int) -> str:
     name = TENSORS[kind].partition(":")[2]
-    return f"flip_{kind}@rank={WRONG},step={STEP},tensor={name},index={ELEMENT},mask={mask:#x}"
+    bits = [bit for bit in range(32) if mask >> bit & 1]
+    return ";".join(f"flip_{kind}@rank={WRONG},step={STEP},tensor={name},index={ELEMENT},bit={bit}" for bit in bits)
 
 
 def flipped(folder: Path, kind: str, mask: int) -> Replica:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,6 +16,7 @@ import torch
 
 from lockstep.engine import autopsy
 from lockstep.engine.autopsy import scale_of
+from lockstep.engine.step import Stepper
 from lockstep.health.finding import Finding
 from lockstep.models import attention
 from lockstep.runtime.precision import Precision
@@ -115,9 +117,17 @@ def test_a_weight_that_no_batch_reads(broken: Any) -> None:
     brought_back(finding)
 
 
-def test_an_input(broken: Any) -> None:
+def test_an_input(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only masked diffusion is given numbers that can be NaN."""
-    finding = broken("nan_input@step=1,tensor=token_weights,index=0", "llada")
+    launch = Stepper.launch
+
+    def launch_spoilt(self: Stepper, step: int, batches: Any) -> Any:
+        if step == 1:
+            batches[0].tensors["token_weights"].view(-1)[0] = math.nan
+        return launch(self, step, batches)
+
+    monkeypatch.setattr(Stepper, "launch", launch_spoilt)
+    finding = broken("", "llada")
     assert (finding.kind, finding.place.phase) == ("nan_input", "input")
     assert "token_weights" in finding.place.module
     assert brought_back(finding).startswith("data:")

@@ -143,7 +143,7 @@ def test_a_resume_is_restarted_too(tmp_path: Path, cache: Path, undisturbed: dic
     first = trainer.run(tmp_path, *WORDS, workers=2, LOCKSTEP_FAULT="kill@rank=1,step=50")
     assert first.code == 137
     command = (sys.executable, "-m", "lockstep", "resume", "runs/run", "--restarts", "1")
-    ended = harness.run(command, cwd=tmp_path, seconds=180, LOCKSTEP_FAULT="segv@rank=0,step=70,round=0")
+    ended = harness.run(command, cwd=tmp_path, seconds=180, LOCKSTEP_FAULT="kill@rank=0,step=70,round=0,signal=11")
     assert ended.code == 0, ended.out
     ended.check_clean()
     assert bits(trainer.run_folder(tmp_path)) == undisturbed[2]

@@ -86,7 +86,7 @@ def test_an_exception_is_the_workers_word(tmp_path: Path) -> None:
 
 def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = launch(run, fault="stop@rank=1,step=4", options="steps=500,meet").finish(20)
+    ended = launch(run, fault="kill@rank=1,step=4,signal=19", options="steps=500,meet").finish(20)
     harness.check_failure(ended, run, code=124, rank=1, cause="is stopped")
 
 

@@ -202,8 +202,8 @@ def test_everyone_secondary(tmp_path: Path) -> None:
     ("text", "code", "cause"),
     [
         ("exit@rank=1,step=4,code=7", 7, "exited with code 7"),
-        ("segv@rank=1,step=4", 139, "killed by SIGSEGV (segmentation fault): signal 11"),
-        pytest.param("abort@rank=1,step=4", 134, "killed by SIGABRT (aborted): signal 6", marks=SLOW),
+        ("kill@rank=1,step=4,signal=11", 139, "killed by SIGSEGV (segmentation fault): signal 11"),
+        pytest.param("kill@rank=1,step=4,signal=6", 134, "killed by SIGABRT (aborted): signal 6", marks=SLOW),
         ("exit@rank=1,step=4,code=0", 1, "exited before the others were done"),
     ],
 )
@@ -224,8 +224,7 @@ HANGS = {
     "hang@rank=1,step=4": ("forward", "hangs"),
     "hang@rank=0,step=4,where=loader": ("data", "hangs"),
     "hang@rank=1,step=4,where=backward": ("backward", "hangs"),
-    "stop@rank=1,step=4": ("forward", "is stopped (SIGSTOP)"),
-    "gil@rank=0,step=4": ("forward", "hangs"),
+    "kill@rank=1,step=4,signal=19": ("forward", "is stopped (SIGSTOP)"),
 }
 
 

@@ -92,7 +92,7 @@ def test_a_stopped_worker_makes_no_further_step(tmp_path: Path) -> None:
     """It runs on for its stack alone, not while others are waited for: what it would save now, they know nothing of."""
     run = tmp_path / "run"
     options = "steps=500,rate=5,meet,save_each,mute"
-    ended = start(run, "hang_seconds=1", fault="stop@rank=1,step=4", options=options).finish(20)
+    ended = start(run, "hang_seconds=1", fault="kill@rank=1,step=4,signal=19", options=options).finish(20)
     harness.check_failure(ended, run, code=124, rank=1, cause="is stopped")
     assert "stub.py" in (run / "workers" / "n0-GPU1" / "stacks.txt").read_text()
     assert (run / "saved.1").read_text() == "3\n"

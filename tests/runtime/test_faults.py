@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
@@ -56,8 +54,8 @@ def changed_bits(before: torch.Tensor, after: torch.Tensor) -> list[tuple[int, i
 
 def test_the_documented_examples_parse() -> None:
     assert parse("exit@rank=1,step=3,code=7") == (Fault("exit", rank=1, step=3, code=7),)
-    flip = parse("flip_grad@rank=2,step=4,bit=3,tensor=layers.0.attention.wq.weight,index=9,mask=0x80000000")[0]
-    assert (flip.tensor, flip.index, flip.bits) == ("layers.0.attention.wq.weight", 9, 0x80000008)
+    flip = parse("flip_grad@rank=2,step=4,bit=3,tensor=layers.0.attention.wq.weight,index=9")[0]
+    assert (flip.tensor, flip.index, flip.bit) == ("layers.0.attention.wq.weight", 9, 3)
     several = parse(" kill@rank=0,step=2 ; slow@rank=1,factor=1.3; raise@step=1,where=loader;")
     assert [fault.kind for fault in several] == ["kill", "slow", "raise"]
     assert several[1].step is None
@@ -85,7 +83,7 @@ def test_the_documented_examples_parse() -> None:
         ("slow@factor=nan", "from 1"),
         ("flip_grad@step=1", "bit"),
         ("flip_grad@bit=64", "63"),
-        ("flip_weight@mask=0", "mask"),
+        ("kill@signal=65", "signal"),
         ("nan_grad@tensor=", "tensor"),
     ],
 )
@@ -183,9 +181,8 @@ def test_flips_change_exactly_the_named_bits(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.randn(4, 3).to(dtype).t())  # not contiguous
     weight.grad = torch.randn(4, 3).to(dtype).t()
     before, weights = weight.grad.clone(), weight.detach().clone()
-    top = 1 << (width - 1) | 5
-    plan(f"flip_grad@step=0,mask={top:#x},index=6,tensor=w").gradients([("w", weight)], 0)
-    assert changed_bits(before, weight.grad) == [(6, top)]
+    plan(f"flip_grad@step=0,bit={width - 1},index=6,tensor=w").gradients([("w", weight)], 0)
+    assert changed_bits(before, weight.grad) == [(6, 1 << (width - 1))]
     assert torch.equal(weights, weight.detach())
 
 
@@ -268,33 +265,6 @@ def test_oom_is_a_real_device_error() -> None:
         plan("oom@step=0").at("forward", 0)
 
 
-def longest_pause_seconds(text: str) -> float:
-    """How long another thread could not run while the fault did."""
-    pauses, stop = [], threading.Event()
-
-    def tick() -> None:
-        last = time.monotonic()
-        while not stop.is_set():
-            time.sleep(0.001)
-            now = time.monotonic()
-            pauses.append(now - last)
-            last = now
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    while not pauses:
-        time.sleep(0.001)
-    plan(text).at("forward", 0)
-    stop.set()
-    thread.join()
-    return max(pauses)
-
-
-def test_gil_stops_other_threads_and_hang_does_not() -> None:
-    assert longest_pause_seconds("gil@seconds=0.4") > 0.38
-    assert min(longest_pause_seconds("hang@seconds=0.4") for _ in range(3)) < 0.3
-
-
 def test_exit_is_an_exit() -> None:
     with pytest.raises(SystemExit) as caught:
         plan("exit@step=0,code=7").at("forward", 0)
@@ -306,8 +276,8 @@ def test_exit_is_an_exit() -> None:
     [
         ("exit@rank=1,step=1,code=7", 7),
         ("kill@rank=1,step=1", -signal.SIGKILL),
-        ("segv@rank=1,step=1,where=backward", -signal.SIGSEGV),
-        ("abort@rank=1,step=1,where=optimizer", -signal.SIGABRT),
+        ("kill@rank=1,step=1,where=backward,signal=11", -signal.SIGSEGV),
+        ("kill@rank=1,step=1,where=optimizer,signal=6", -signal.SIGABRT),
     ],
 )
 def test_processes_really_die(text: str, code: int) -> None:
@@ -319,7 +289,7 @@ def test_processes_really_die(text: str, code: int) -> None:
 def test_stop_really_stops_the_process() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, "1"],
-        env={**os.environ, VARIABLE: "stop@rank=1,step=1"},
+        env={**os.environ, VARIABLE: "kill@rank=1,step=1,signal=19"},
         stdout=subprocess.PIPE,
     )
     try:
@@ -337,7 +307,7 @@ def test_a_worker_that_is_not_meant_finishes() -> None:
 
 
 def test_every_kind_has_something_that_does_it() -> None:
-    in_the_loop = {"slow", "nan_loss", "inf_loss", "nan_act", "inf_act", "nan_input", "inf_input"}
+    in_the_loop = {"slow", "nan_loss", "inf_loss", "nan_act", "inf_act"}
     in_tensors = {kind for kind in KINDS if kind.endswith(("_grad", "_weight"))}
     assert set(KINDS) == set(STRIKES) | in_the_loop | in_tensors
 

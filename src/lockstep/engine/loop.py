@@ -90,8 +90,6 @@ def launch(parts: Parts, step: int) -> Launched:
         torch.cuda.empty_cache()
     batches = council.fetch(parts.batches, parts.stop)
     waited = time.perf_counter() - began
-    if parts.faults.armed:
-        parts.faults.inputs((item for batch in batches for item in batch.tensors.items()), step)
     pending = parts.stepper.launch(step, batches)
     agreed = council.agreed
     if agreed.stop:

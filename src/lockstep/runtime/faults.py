@@ -9,8 +9,6 @@ each kind stand in KINDS.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 import time
@@ -34,12 +32,8 @@ PLACES = ("loader", "forward", "backward", "optimizer")
 FOREVER_SECONDS = 3600.0
 KINDS: dict[str, tuple[str, ...]] = {
     "exit": ("where", "code"),
-    "kill": ("where",),
-    "segv": ("where",),
-    "abort": ("where",),
-    "stop": ("where",),
+    "kill": ("where", "signal"),
     "hang": ("where", "seconds"),
-    "gil": ("where", "seconds"),
     "slow": ("where", "factor"),
     "oom": ("where",),
     "raise": ("where",),
@@ -47,14 +41,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "inf_loss": ("once",),
     "nan_grad": ("tensor", "index", "once"),
     "inf_grad": ("tensor", "index", "once"),
-    "flip_grad": ("tensor", "index", "bit", "mask"),
+    "flip_grad": ("tensor", "index", "bit"),
     "nan_weight": ("tensor", "index"),
     "inf_weight": ("tensor", "index"),
-    "flip_weight": ("tensor", "index", "bit", "mask"),
+    "flip_weight": ("tensor", "index", "bit"),
     "nan_act": ("module", "index", "once"),
     "inf_act": ("module", "index", "once"),
-    "nan_input": ("tensor", "index"),
-    "inf_input": ("tensor", "index"),
 }
 ACTIVATIONS = ("nan_act", "inf_act")
 
@@ -76,22 +68,17 @@ class Fault:
     step: int | None = None
     where: str = "forward"
     code: int = 1
+    signal: int = signal.SIGKILL
     seconds: float = FOREVER_SECONDS
     factor: float = 1.3
     tensor: str = ""  # "": the first
     module: str = ""  # "": the first without children
     index: int | None = None  # None: every element; a flip takes element 0
     bit: int | None = None
-    mask: int = 0
     once: int = 0  # 1: when the step is run again it does not strike, as a bit that flipped by itself would not
 
     def __str__(self) -> str:
         return f"injected fault {self.kind} at step {self.step}, {self.where}"
-
-    @property
-    def bits(self) -> int:
-        """The bits a flip changes."""
-        return self.mask | (0 if self.bit is None else 1 << self.bit)
 
 
 def parse(text: str) -> tuple[Fault, ...]:
@@ -113,8 +100,8 @@ def _parse_one(text: str) -> Fault:
             raise ConfigError(f"{pair!r} in fault {text!r}", where=VARIABLE, hint=suggest(key, list(allowed)))
         values[key] = _value(key, value, text)
     fault = Fault(kind, **values)
-    if kind.startswith("flip_") and not fault.bits:
-        raise ConfigError(f"fault {text!r} flips no bit", where=VARIABLE, hint=f"{text},bit=3 or {text},mask=0xff")
+    if kind.startswith("flip_") and fault.bit is None:
+        raise ConfigError(f"fault {text!r} flips no bit", where=VARIABLE, hint=f"{text},bit=3")
     return fault
 
 
@@ -125,7 +112,7 @@ _READ: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
     "bit": (int, lambda value: 0 <= value < 64, "0 to 63"),
     "once": (int, lambda value: value in (0, 1), "0 or 1"),
     "code": (int, lambda value: 0 <= value < 256, "0 to 255"),
-    "mask": (lambda value: int(value, 0), lambda value: 0 < value < 1 << 64, "a number like 0x80000001"),
+    "signal": (int, lambda value: 0 < value < signal.NSIG, "the number of a signal"),
     "seconds": (float, lambda value: 0 <= value < 1e9, "seconds from 0"),
     "factor": (float, lambda value: 1 <= value < 1e6, "a number from 1"),
     "where": (str, lambda value: value in PLACES, "one of " + ", ".join(PLACES)),
@@ -193,11 +180,6 @@ class Plan:
         self._step = step
         self._spent |= self._struck
 
-    def inputs(self, tensors: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
-        """Spoil what the model is given."""
-        if faults := self._due(step, kinds=("nan_input", "inf_input")):
-            _spoil(faults, {name: tensor for name, tensor in tensors if tensor.is_floating_point()})
-
     def loss(self, loss: torch.Tensor, step: int) -> torch.Tensor:
         """The loss, or a bad one. Its gradient stays good: whoever looks at gradients only must not be enough."""
         for fault in self._due(step, kinds=("nan_loss", "inf_loss")):
@@ -256,16 +238,8 @@ def _exit(fault: Fault) -> None:
     sys.exit(fault.code)
 
 
-def _signal(number: signal.Signals) -> Callable[[Fault], None]:
-    return lambda _fault: os.kill(os.getpid(), number)
-
-
-def _segv(_fault: Fault) -> None:
-    ctypes.string_at(0)
-
-
-def _abort(_fault: Fault) -> None:
-    os.abort()
+def _kill(fault: Fault) -> None:
+    signal.raise_signal(fault.signal)
 
 
 def _delay(seconds: float) -> None:
@@ -295,11 +269,6 @@ def _hang(fault: Fault) -> None:
     time.sleep(fault.seconds)
 
 
-def _hold_gil(fault: Fault) -> None:
-    # PyDLL calls C without letting go of the interpreter's lock: no other Python thread runs meanwhile
-    ctypes.PyDLL(None).usleep(ctypes.c_uint(min(int(fault.seconds * 1e6), (1 << 32) - 1)))
-
-
 def _oom(_fault: Fault) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -313,12 +282,8 @@ def _raise(fault: Fault) -> None:
 
 STRIKES: dict[str, Callable[[Fault], None]] = {
     "exit": _exit,
-    "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
-    "segv": _segv,
-    "abort": _abort,
+    "kill": _kill,
     "hang": _hang,
-    "gil": _hold_gil,
     "oom": _oom,
     "raise": _raise,
 }
@@ -330,7 +295,8 @@ def _spoil(faults: list[Fault], tensors: dict[str, torch.Tensor]) -> None:
     for fault in faults:
         tensor = local(_pick(fault.tensor, tensors, "tensor").detach())
         if fault.kind.startswith("flip_"):
-            flip(tensor, fault.index or 0, bits=fault.bits)
+            assert fault.bit is not None
+            flip(tensor, fault.index or 0, bits=1 << fault.bit)
             continue
         value = float("inf") if fault.kind.startswith("inf_") else float("nan")
         target = tensor if fault.index is None else element(tensor, fault.index)
