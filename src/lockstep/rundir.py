@@ -360,10 +360,9 @@ def refuse_export(folder: Path) -> None:
 def refuse_streamed(run: Path, family: str) -> None:
     """A run whose dataset grew while it trained: nobody makes its rows in their order again. `stream` lies in it."""
     if (run / "stream").is_dir():
-        name = f"{run.resolve().name}-anew"
-        anew = shlex.join(["lockstep", "train", family, "--config", str(run / CONFIG), "--name", name])
+        anew = ["lockstep", "train", family, "--config", str(run / CONFIG), "--name", f"{run.resolve().name}-anew"]
         what = "its dataset grew while it trained, and such rows are not made any more (sample and export still work)"
-        raise ConfigError(what, where=str(run), hint=anew)
+        raise ConfigError(what, where=str(run), hint=shlex.join(anew))
 
 
 def sweep(folder: Path) -> list[str]:
