@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
     Document = str | Array  # text, or token ids that are ready
-    Place = tuple[int, int]  # (file, document in it): where a source can go on
 
 PROMPT = 1 << 31  # set in an id of a document: it belongs to the prompt, which is given and not learnt
 
@@ -132,14 +131,6 @@ class Source(Protocol):
 
     def documents(self) -> Iterator[Document]:
         """The documents in a fixed order."""
-        ...
-
-
-class FileSource(Source, Protocol):
-    """A source that can go on in the middle: documents lie in files, one after another."""
-
-    def walk(self, start: Place = (0, 0)) -> Iterator[tuple[Place, Document]]:
-        """The documents from a place on, each with the place just after it."""
         ...
 
 

@@ -87,9 +87,9 @@ def how(kind: str, packing: str = "", **named: Any) -> formats.Reading:
     return formats.Reading(found, name, **{"cut_characters": CUT_CHARACTERS, **named})
 
 
-def walked(content: bytes, reading: formats.Reading, start: int = 0) -> list[tuple[int, Any]]:
-    """(place after, document)."""
-    return [*formats.walk(io.BytesIO(content), reading, start)]
+def walked(content: bytes, reading: formats.Reading) -> list[tuple[int, Any]]:
+    """(number of the record, document)."""
+    return [*formats.walk(io.BytesIO(content), reading)]
 
 
 def documents(content: bytes, kind: str, packing: str = "", **named: Any) -> list[Any]:

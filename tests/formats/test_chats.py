@@ -79,9 +79,6 @@ def test_every_kind_of_file_that_has_fields() -> None:
     for kind, content in files.items():
         found = read(content, kind)
         assert [(each.prompt, each.answer) for each in found] == pairs, kind
-        how = formats.Reading(formats.Kind(kind), "a", conversations=True)
-        later = [document for _, document in formats.walk(io.BytesIO(content), how, 20)]
-        assert later == found[20:], kind
     assert [each.answer for each in read(turns.getvalue(), "parquet")] == [answer for _, answer in pairs]
     assert [each.answer for each in read(json.dumps({"messages": SAID}).encode(), "json")] == ["So."]
     assert [each.answer for each in read(json.dumps({"data": FORMS}).encode(), "json")] == ["So."] * len(FORMS)

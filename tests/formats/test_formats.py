@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -68,38 +68,11 @@ def test_the_documents_are_those_written(kind: str, packing: str) -> None:
         assert found == HOLDS
 
 
-Walk = Callable[[int], list[tuple[int, Any]]]
-
-
-def strays(walk: Walk) -> list[int]:
-    """The places from which a walk does not go on exactly where the whole walk was."""
-    whole = walk(0)
-    assert len(whole) > 20
-    return [after for number, (after, _) in enumerate(whole, 1) if walk(after) != whole[number:]]
-
-
-@pytest.mark.parametrize(("kind", "packing"), PAIRS)
-def test_a_walk_goes_on_from_every_place(kind: str, packing: str) -> None:
-    content, reading = pack(SAMPLES[kind](), packing), how(kind, packing)
-    assert strays(lambda start: walked(content, reading, start)) == []
-    last = walked(content, reading)[-1][0]
-    assert walked(content, reading, last + 1000) == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_walk_that_is_off_by_one_is_noticed(kind: str) -> None:
-    content, reading = SAMPLES[kind](), how(kind)
-    late = strays(lambda start: walked(content, reading, start + (start > 0)))
-    early = strays(lambda start: walked(content, reading, max(0, start - 1)))
-    assert len(late) > 20
-    assert len(early) > 20
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_more_than_a_file_object_is_needed(kind: str) -> None:
     content = SAMPLES[kind]()
     file = Meagre(content) if kind == "parquet" else Meagre(content, most=7)  # arrow asks for what it gets
-    assert [*formats.walk(cast("BinaryIO", file), how(kind), 0)] == walked(content, how(kind))
+    assert [*formats.walk(cast("BinaryIO", file), how(kind))] == walked(content, how(kind))
 
 
 # ------------------------------------------------------------------------------------------------------- damage
@@ -160,7 +133,7 @@ def test_a_failing_disk_is_no_damaged_archive(packing: str) -> None:
             raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error"):
-        list(formats.walk(cast("BinaryIO", Failing()), how("jsonl", packing), 0))
+        list(formats.walk(cast("BinaryIO", Failing()), how("jsonl", packing)))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -187,7 +160,7 @@ def test_a_bomb_is_not_unpacked_into_memory(kind: str, packing: str, monkeypatch
         monkeypatch.setattr(f"lockstep.formats.{limit}", 1 << 21)
     opening = {"jsonl": b'"', "csv": b'text\n"', "json": b'["', "txt": b""}[kind]
     content = pack(opening + b"x" * (1 << 24), packing)
-    walk = formats.walk(io.BytesIO(content), how(kind, packing, cut_characters=1 << 20), 0)
+    walk = formats.walk(io.BytesIO(content), how(kind, packing, cut_characters=1 << 20))
     if kind == "txt":
         assert max(len(document) for _, document in walk) == 1 << 20
     else:
@@ -248,7 +221,7 @@ def test_what_only_begins_well_is_refused_or_read(content: bytes, kind: str) -> 
 
 def test_the_reader_is_closed_with_the_walk() -> None:
     """A walk that is left early leaves nothing open."""
-    walk: Iterator[Any] = formats.walk(io.BytesIO(pack(SAMPLES["jsonl"](), "gz")), how("jsonl", "gz"), 0)
+    walk: Iterator[Any] = formats.walk(io.BytesIO(pack(SAMPLES["jsonl"](), "gz")), how("jsonl", "gz"))
     next(walk)
     cast("Any", walk).close()
     assert list(walk) == []

@@ -82,12 +82,12 @@ def peak_bytes(documents: Iterator[object]) -> int:
 )
 def test_memory_does_not_grow_with_the_file(kind: str, packing: str, size: int) -> None:
     reading = how(kind, packing, cut_characters=size // 16)
-    formats.walk(io.BytesIO(), reading, 0)
+    formats.walk(io.BytesIO(), reading)
 
     def peak(size: int) -> int:
         pieces = content(kind, size)
         file = Made(packed(pieces) if packing else pieces)
-        return peak_bytes(formats.walk(cast("BinaryIO", file), reading, 0))
+        return peak_bytes(formats.walk(cast("BinaryIO", file), reading))
 
     small, large = peak(size // 4), peak(size)
     assert large < small + (1 << 20)
@@ -95,7 +95,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, packing: str, size: int) 
     if not packing and kind == "jsonl":  # a list of all of them would be seen
         file = Made(content(kind, size))
         kept: list[object] = []
-        walked = (kept.append(one) or one for one in formats.walk(cast("BinaryIO", file), reading, 0))
+        walked = (kept.append(one) or one for one in formats.walk(cast("BinaryIO", file), reading))
         assert peak_bytes(walked) > max(size // 2, small + (1 << 20))
 
 

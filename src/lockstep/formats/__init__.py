@@ -1,9 +1,8 @@
 """How documents lie in files: one module per kind of file, called as the suffix is.
 
-A kind offers `read(file, how, start)`: its records from number `start` on, over any binary file object with `read`
-(`.parquet` also seeks), so that a file may as well lie behind a network. A packing (`gz`, `zst`) offers
-`unpack(file, where)`, the stream inside. A record may be blank, so that each kind can skip in its own cheap way; `walk`
-leaves the blank ones out.
+A kind offers `read(file, how)`: its records, over any binary file object with `read` (`.parquet` also seeks), so that a
+file may as well lie behind a network. A packing (`gz`, `zst`) offers `unpack(file, where)`, the stream inside. A record
+may be blank; `walk` leaves such out.
 """
 
 from __future__ import annotations
@@ -128,23 +127,23 @@ def suffixes() -> str:
     return f"{' '.join('.' + name for name in kinds())} (also with {' '.join('.' + name for name in packings())})"
 
 
-def walk(file: BinaryIO, how: Reading, start: int = 0) -> Iterator[tuple[int, str]]:
-    """The documents of a file from record `start` on, each with the number of the record after it."""
+def walk(file: BinaryIO, how: Reading) -> Iterator[tuple[int, str]]:
+    """The documents of a file, each with the number of its record, from 1."""
     try:
-        for after, document in enumerate(_records(file, how, start), start + 1):
+        for number, document in enumerate(_records(file, how), 1):
             if document and not document.isspace():
-                yield after, document
+                yield number, document
     except UnicodeDecodeError as error:
         raise not_utf8(error, how) from error
 
 
-def _records(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
+def _records(file: BinaryIO, how: Reading) -> Iterator[str]:
     if how.conversations and not getattr(_module(how.kind.name), "HAS_FIELDS", False):
         what = f"a .{how.kind.name} file holds no conversations"
         raise DataError(what, where=how.where, hint=f".jsonl, .json, .csv or .parquet with {FORMS}")
     packing = how.kind.packing
     with _module(packing).unpack(file, how.where) if packing else contextlib.nullcontext(file) as content:
-        yield from _module(how.kind.name).read(content, how, start)
+        yield from _module(how.kind.name).read(content, how)
 
 
 def not_utf8(error: UnicodeDecodeError, how: Reading, place: str = "") -> DataError:

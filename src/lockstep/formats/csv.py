@@ -13,8 +13,8 @@ from lockstep.formats.jsonl import decoded, lines
 HAS_FIELDS = True  # a record may hold more than a text
 
 
-def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
-    """One text per row; rows before `start` are parsed and dropped, as a quoted field may hold line ends."""
+def read(file: BinaryIO, how: Reading) -> Iterator[str]:
+    """One text per row."""
     csv.field_size_limit(RECORD_BYTES)  # the default is 128 KiB
     rows = csv.reader(_text_lines(file, how), strict=True)
     try:
@@ -22,15 +22,13 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
         if header is None:
             return
         column = 0 if how.conversations else header.index(how.choose(header, f"{how.where}:1"))
-        for index, row in enumerate(rows):
+        for row in rows:
             if row and len(row) != len(header):
                 raise DataError(
                     f"a row of {len(row)} fields, the header has {len(header)}",
                     where=f"{how.where}:{rows.line_num}",
                     hint='a text with commas or line ends stands in "quotes"',
                 )
-            if index < start:
-                continue
             if row and how.conversations:
                 yield how.text(dict(zip(header, row, strict=True)), f"{how.where}:{rows.line_num}")
             else:

@@ -9,7 +9,6 @@ import codecs
 import json
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import PurePath
 from shlex import quote
 from typing import Any, BinaryIO, cast
@@ -24,15 +23,15 @@ WHOLE_BYTES = 1 << 30
 CAT = {"": "cat", "gz": "zcat", "zst": "zstdcat"}
 
 
-def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
+def read(file: BinaryIO, how: Reading) -> Iterator[str]:
     """One text per item, of JSON lines per line."""
     content = file.read(READ_BYTES)
     if not _is_lines(content):
         content = _whole(content, file, how)
     if _is_lines(content):
-        yield from jsonl.read(file, how, start, head=content)
+        yield from jsonl.read(file, how, head=content)
         return
-    for place, item in islice(_items(_parsed(content.removeprefix(codecs.BOM_UTF8), how), how), start, None):
+    for place, item in _items(_parsed(content.removeprefix(codecs.BOM_UTF8), how), how):
         yield how.text(item, f"{how.where}{place}")
 
 

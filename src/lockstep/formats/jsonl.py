@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, BinaryIO
 
 from lockstep.errors import DataError
@@ -17,9 +17,9 @@ READ_BYTES = 1 << 20
 FORMS = '.jsonl: {"text": "..."} on a line of its own; .json: all of them in one list'
 
 
-def read(file: BinaryIO, how: Reading, start: int, *, head: bytes = b"") -> Iterator[str]:
-    """One text per line; lines before `start` are not even parsed. `head`: what was read of the file before."""
-    for number, line in enumerate(islice(lines(file, how, head), start, None), start + 1):
+def read(file: BinaryIO, how: Reading, *, head: bytes = b"") -> Iterator[str]:
+    """One text per line. `head`: what was read of the file before."""
+    for number, line in enumerate(lines(file, how, head), 1):
         if line.isspace() or not line:
             yield ""
         else:

@@ -15,8 +15,8 @@ BATCH_ROWS = 1024
 BUFFER_BYTES = 1 << 22  # of a column fetched at a time: a few rows do not cost a whole row group
 
 
-def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
-    """One text per row; row groups before `start` are not touched."""
+def read(file: BinaryIO, how: Reading) -> Iterator[str]:
+    """One text per row."""
     if how.kind.packing:
         raise DataError("a packed .parquet cannot be read in parts", where=how.where, hint="unpack it")
     try:
@@ -26,11 +26,7 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
     try:
         with parquet.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
             columns = _columns(opened.schema_arrow, how, arrow.types)
-            for group in range(opened.num_row_groups):
-                rows = opened.metadata.row_group(group).num_rows
-                if start < rows:
-                    yield from _rows(opened, group, columns, start=start, how=how)
-                start = max(0, start - rows)
+            yield from _texts(_batches(opened, columns), how)
     except (OSError, arrow.ArrowException) as error:
         if isinstance(error, OSError) and not is_of_content(error):
             raise
@@ -41,18 +37,22 @@ def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
         ) from error
 
 
-def _rows(opened: Any, group: int, columns: list[str], *, start: int, how: Reading) -> Iterator[str]:
-    """The texts of one row group from a row on."""
-    first = sum(opened.metadata.row_group(before).num_rows for before in range(group))
-    for batch in opened.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
-        if start < len(batch):
-            if how.conversations:
-                for row, record in enumerate(batch.slice(start).to_pylist(), first + start):
-                    yield how.text(record, f"{how.where}: row {row}")
-            else:
-                for value in batch.column(0).slice(start).to_pylist():
-                    yield joined(how.spelt(value), how.where)
-        start, first = max(0, start - len(batch)), first + len(batch)
+def _batches(opened: Any, columns: list[str]) -> Iterator[Any]:
+    """Group by group: a batch over several of them would fetch them all before its first row."""
+    for group in range(opened.num_row_groups):
+        yield from opened.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
+
+
+def _texts(batches: Iterator[Any], how: Reading) -> Iterator[str]:
+    first = 0
+    for batch in batches:
+        if how.conversations:
+            for row, record in enumerate(batch.to_pylist(), first):
+                yield how.text(record, f"{how.where}: row {row}")
+        else:
+            for value in batch.column(0).to_pylist():
+                yield joined(how.spelt(value), how.where)
+        first += len(batch)
 
 
 def _columns(schema: Any, how: Reading, types: Any) -> list[str]:

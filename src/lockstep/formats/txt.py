@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import io
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import BinaryIO
 
 from lockstep.formats import MAX_CUT_CHARACTERS, Reading, not_utf8
@@ -20,9 +19,9 @@ def cut_limit(total_bytes: int) -> int:
     return min(max(total_bytes // SHARE_OF_DOCUMENT, MIN_CUT_CHARACTERS), MAX_CUT_CHARACTERS)
 
 
-def read(file: BinaryIO, how: Reading, start: int) -> Iterator[str]:
+def read(file: BinaryIO, how: Reading) -> Iterator[str]:
     """The pieces of the text, which joined are the text."""
-    return islice(cut(blocks(file, how), how.cut_characters), start, None)
+    return cut(blocks(file, how), how.cut_characters)
 
 
 def blocks(file: BinaryIO, how: Reading) -> Iterator[str]:

@@ -146,13 +146,13 @@ def articles(lines: Iterator[tuple[int, str]]) -> Iterator[str]:
     """Lines, each with its number, joined into articles."""
     held: list[str] = []
     last = 0
-    for after, line in lines:
-        stands_alone = after - last > 1  # empty lines are left out, so they show as a gap
+    for number, line in lines:
+        stands_alone = number - last > 1  # empty lines are left out, so they show as a gap
         if held and stands_alone and TITLE.fullmatch(line):
             yield "".join(held)
             held.clear()
         held.append(line if line.endswith("\n") else f"{line}\n")
-        last = after
+        last = number
     if held:
         yield "".join(held)
 

@@ -24,7 +24,7 @@ from lockstep.formats.txt import cut_limit
 from lockstep.rundir import sha256, write_json
 
 if TYPE_CHECKING:
-    from lockstep.contracts import Document, Place
+    from lockstep.contracts import Document
     from lockstep.data.options import DataOptions
 
 MEMO_BYTES = 1 << 24  # hashes of files from this size on are remembered
@@ -150,11 +150,9 @@ class TextSource:
     def documents(self) -> Iterator[Document]:
         return (document for _, document in self.walk())
 
-    def walk(self, start: Place = (0, 0)) -> Iterator[tuple[Place, Document]]:
-        """The documents from a place on, each with the place just after it."""
-        first, skipped = start
-        for number in range(first, len(self.files)):
-            _, file = self.files[number]
+    def walk(self) -> Iterator[tuple[tuple[int, int], Document]]:
+        """The documents, each with its place: (file, number of its record)."""
+        for number, (_, file) in enumerate(self.files):
             how = formats.Reading(
                 self._kinds[number],
                 str(file),
@@ -164,9 +162,8 @@ class TextSource:
                 conversations=self.conversations,
             )
             with reading(file), file.open("rb") as opened:
-                for after, document in formats.walk(opened, how, skipped):
-                    yield (number, after), document
-            skipped = 0
+                for record, document in formats.walk(opened, how):
+                    yield (number, record), document
 
 
 def _size(file: Path) -> int:
