@@ -44,21 +44,19 @@ class Reading:
     where: str  # for messages
     column: str | None = None  # the field that holds the text; None: looked for
     cut_characters: int = MAX_CUT_CHARACTERS  # .txt: longest document
-    numbers: bool = False  # a number, true or false is a text too: labels are often written so
     conversations: bool = False  # a record is a prompt and its answer
 
     def text(self, item: object, where: str) -> str:
         """The text of one parsed item: itself, or its text field. Words are joined by blanks."""
         if self.conversations:
             return exchange_of(item, where, column=self.column)
-        item = self.spelt(item)
         if isinstance(item, str):
             return encodable(item)
         if not isinstance(item, dict):
             raise DataError(
                 f"text or an object was expected, got {type(item).__name__}", where=where, hint='{"text": "..."}'
             )
-        fields = {name: self.spelt(value) for name, value in cast("dict[str, Any]", item).items()}
+        fields = cast("dict[str, Any]", item)
         wanted = (self.column, *COLUMNS)  # these may also be null, which is no text, or a list of words
         texts = [
             name
@@ -66,10 +64,6 @@ class Reading:
             if isinstance(value, str) or (name in wanted and (value is None or isinstance(value, list)))
         ]
         return encodable(joined(fields[self.choose(texts, where)], where))
-
-    def spelt(self, value: Any) -> Any:
-        """A number as it is written, where numbers are wanted; anything else as it is."""
-        return str(value) if self.numbers and isinstance(value, bool | int | float) else value
 
     def choose(self, fields: list[str], where: str) -> str:
         """The field that holds the text, among those that hold any."""

@@ -51,7 +51,7 @@ def _texts(batches: Iterator[Any], how: Reading) -> Iterator[str]:
                 yield how.text(record, f"{how.where}: row {row}")
         else:
             for value in batch.column(0).to_pylist():
-                yield joined(how.spelt(value), how.where)
+                yield joined(value, how.where)
         first += len(batch)
 
 
@@ -68,8 +68,7 @@ def _text_fields(schema: Any, how: Reading, types: Any) -> list[str]:
 
     def is_text(kind: Any) -> bool:
         plain = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        number = how.numbers and (types.is_integer(kind) or types.is_boolean(kind) or types.is_floating(kind))
-        return plain or number or (types.is_dictionary(kind) and is_text(kind.value_type))
+        return plain or (types.is_dictionary(kind) and is_text(kind.value_type))
 
     def is_words(kind: Any) -> bool:
         return (types.is_list(kind) or types.is_large_list(kind)) and is_text(kind.value_type)

@@ -123,12 +123,10 @@ class TextSource:
     name = "text"
 
     def __init__(
-        self, pattern: str, *, column: str | None = None, memo: Path | None = None, numbers: bool = False,
-        conversations: bool = False,
-    ) -> None:  # fmt: skip
+        self, pattern: str, *, column: str | None = None, memo: Path | None = None, conversations: bool = False
+    ) -> None:
         self.pattern = pattern
         self.column = column
-        self.numbers = numbers  # those of the column count as text
         self.conversations = conversations
         self.files = find_files(pattern)
         self._memo = memo
@@ -148,22 +146,17 @@ class TextSource:
         return {**content_of(self.files, self._memo), "text_column": self.column}
 
     def documents(self) -> Iterator[Document]:
-        return (document for _, document in self.walk())
-
-    def walk(self) -> Iterator[tuple[tuple[int, int], Document]]:
-        """The documents, each with its place: (file, number of its record)."""
         for number, (_, file) in enumerate(self.files):
             how = formats.Reading(
                 self._kinds[number],
                 str(file),
                 column=self.column,
                 cut_characters=self._cut_characters,
-                numbers=self.numbers,
                 conversations=self.conversations,
             )
             with reading(file), file.open("rb") as opened:
-                for record, document in formats.walk(opened, how):
-                    yield (number, record), document
+                for _, document in formats.walk(opened, how):
+                    yield document
 
 
 def _size(file: Path) -> int:
