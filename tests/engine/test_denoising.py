@@ -65,7 +65,7 @@ def test_a_run_speaks_and_is_measured(lockstep: Run, llada: Path) -> None:
     assert filled.startswith("the ")
     assert " sat on " in filled
     assert "[MASK]" not in filled
-    assert "\x1b" not in spoken.out + filled, "no live view where there is no terminal"
+    assert "\x1b" not in spoken.out + filled, "text alone"
 
     events = [json.loads(line) for line in (llada / "events.jsonl").read_text().splitlines()]
     own = [event for event in events if event["kind"] == "eval"][-1]

@@ -1,7 +1,8 @@
 """Many small actor-critic networks as one stack: two towers (policy, value) of two tanh layers each, a batched product.
 
 Parameters of all networks lie in one flat tensor, so that Adam is one call; gradients are written out by hand, which
-saves the bookkeeping of autograd and most of the memory traffic. Each network computes exactly what it would alone.
+saves the bookkeeping of autograd and most of the memory traffic: `collect ad_dr` by autograd took 1.6 to 1.8 times as
+long. Each network computes exactly what it would alone.
 Shapes: N networks, B samples, D inputs, H hidden units, A actions, S distinct inputs; 2N = policy towers, value towers.
 """
 
