@@ -190,7 +190,6 @@ def check_fits(loaded: Loaded) -> None:
 def sizes(loaded: Loaded, *, workers: int = 1, nodes: int = 1) -> str:
     """The resolved sizes, with the device and the precision the engine will choose; asks no hub and no torch."""
     from lockstep.config import show
-    from lockstep.engine.options import AutoRows
     from lockstep.models import shapes
     from lockstep.runtime.devices import visible_gpus
     from lockstep.runtime.grid import shards
@@ -205,7 +204,6 @@ def sizes(loaded: Loaded, *, workers: int = 1, nodes: int = 1) -> str:
     if precision.startswith("fp8") and not on_gpu:
         hint = "--precision bf16, or --device cuda to plan for one"
         raise ConfigError(f"training.precision: {precision}: {NO_FLOAT8}", hint=hint)
-    is_auto = isinstance(training.batch_size, AutoRows)
     memory = shapes.memory_bytes(
         shape,
         batch_size=training.batch_size,
@@ -225,7 +223,9 @@ def sizes(loaded: Loaded, *, workers: int = 1, nodes: int = 1) -> str:
         memory_bytes=memory.total,
         state_bytes=memory.states,
         computing=f"{precision}, {'GPU' if on_gpu else 'CPU'}",
-        micro_batch=f"auto, found when it starts; estimated with {training.batch_size} rows" if is_auto else "",
+        micro_batch=f"auto, found before it starts; estimated with {training.batch_size} rows"
+        if loaded.finds_batch
+        else "",
     )
 
 
@@ -271,9 +271,9 @@ class Config:
     @classmethod
     def load(cls, path: str | Path) -> Config:
         """A configuration file over the defaults of the family that it names (llama)."""
-        from lockstep.config.load import load_file
+        from lockstep.config.load import fixed, load_file
 
-        return cls(load_file(Path(path)).config)
+        return cls(fixed(load_file(Path(path))))
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> Config:
@@ -296,9 +296,9 @@ class Config:
 
     def replace(self, **overrides: Any) -> Config:
         """The same with some values changed: `replace(training={"max_steps": 5}, **{"system.seed": 7})`."""
-        from lockstep.config.load import replaced
+        from lockstep.config.load import fixed, replaced
 
-        return Config(replaced(self._resolved, overrides).config)
+        return Config(fixed(replaced(self._resolved, overrides)))
 
     def validate(self) -> None:
         """Raise LockstepError unless the sizes fit together too; types and ranges were checked when it was made."""

@@ -180,11 +180,12 @@ def _nodes(asked: Start) -> tuple[int, int]:
 
 
 def _supervise(loaded: Loaded, asked: Start, *, gpus: Sequence[int], on_cpu: bool, place: tuple[int, int]) -> int:
+    from lockstep.config.load import as_asked
     from lockstep.engine import settle
     from lockstep.launch.restarting import keep_running
     from lockstep.launch.supervise import Watch
 
-    decided = settle.decide(loaded.config)
+    decided = settle.decide(loaded.config, as_asked(loaded))
     loaded = settle.settled(loaded, decided)
     config, (node, nodes) = loaded.config, place
     watch = Watch(

@@ -160,16 +160,21 @@ OF_BENCHES = ("--device", "--seed", "--precision", "--batch-size", "--model-path
 
 
 def _bench(parser: Parser) -> None:
+    _short_runs(parser)
+    parser.flag("--find-batch", "instead: the largest batch size that fits one GPU")
+
+
+def _bench_scaling(parser: Parser) -> None:
+    _short_runs(parser)
+    parser.flag("--workers", "numbers of workers (1,2,4)", metavar="N,N", default="1,2,4")
+
+
+def _short_runs(parser: Parser) -> None:
     """Rows are made here and nothing is written but FILE, so most of the short words mean nothing to it."""
     _configuration(parser, shown=OF_BENCHES)
     parser.flag("--steps", "steps that are timed, after some that warm up (20)", metavar="N",
                 type=whole(1, MOST_TIMED), default=20)  # fmt: skip
     parser.flag("--json", "also write the figures to this file", metavar="FILE")
-
-
-def _bench_scaling(parser: Parser) -> None:
-    _bench(parser)
-    parser.flag("--workers", "numbers of workers (1,2,4)", metavar="N,N", default="1,2,4")
 
 
 def _diff(parser: Parser) -> None:

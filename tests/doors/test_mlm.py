@@ -21,6 +21,7 @@ from lockstep import compat_mlm_scripts
 from lockstep.bench import estimate
 from lockstep.bench.short_run import Measured
 from lockstep.compat import DOORS, parse, resolve
+from lockstep.config.load import Loaded
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.runtime import devices
 from lockstep.start import Start
@@ -50,8 +51,9 @@ def corpus(in_dir: Path) -> Path:
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short run that has been made. What a real one says: test_mlm_estimate.py."""
 
-    def measure(config: Any, *, workers: int) -> Measured:
-        found, rows = made([0.1]), workers * config.training.batch_size * config.training.grad_accum_nums
+    def measure(loaded: Loaded, *, workers: int) -> Measured:
+        training = loaded.config.training
+        found, rows = made([0.1]), workers * training.batch_size * training.grad_accum_nums
         start = {**found.start, "device": "Fake H200"}
         return replace(found, workers=workers, start=start, rows_per_step=rows, memory_bytes=3 << 29)
 

@@ -107,7 +107,7 @@ def test_the_estimate_is_the_time_of_a_real_run(door: Run, text: Path, monkeypat
     words = ("--config-name", "mine", "report.tensorboard=false")
     trainer = DOORS["mlm_pretrain_v3.py"]
     loaded = resolve(trainer, *parse(trainer, words))
-    found = estimate.measure(loaded.config, workers=1)
+    found = estimate.measure(loaded, workers=1)
     assert {path.name for path in text.iterdir()} <= {"text.jsonl", ".cache"}, "nothing but the prepared rows"
     ended = door("mlm_pretrain_v3.py", *words)
     assert ended.code == 0, ended.text
@@ -185,8 +185,9 @@ def test_text_that_lies_here_is_learnt_from_and_no_other(text: Path, monkeypatch
         (("--data-path", "text.jsonl"), True), (("data.dataset_name=builtin",), True), ((), False),
         (("--dataset", "imdb"), False),
     ):  # fmt: skip
-        config = resolve(trainer, *parse(trainer, words)).config
-        estimate.measure(config, workers=3)
+        loaded = resolve(trainer, *parse(trainer, words))
+        config = loaded.config
+        estimate.measure(loaded, workers=3)
         measured, more = asked.pop()
         assert more["workers"] == "3"
         assert estimate.lies_here(config) == here

@@ -13,7 +13,7 @@ import pytest
 
 from lockstep import verb_arguments
 from lockstep.api import setting_words
-from lockstep.config.load import load
+from lockstep.config.load import identity, load
 from lockstep.data import cache
 from lockstep.data.tokenize import ByteTokenizer
 from lockstep.engine import choices, predecessor
@@ -103,7 +103,8 @@ def test_auto_goes_on_with_what_it_took(
         ("--dataset", "builtin|text") if begun == "with the hub" else ("--dataset", "wikitext"),
         ("--lr", "9e-5"),
     ):
-        found = predecessor.resolved_before(_asked(*words, *other, "--resume", "auto"))
+        config = _asked(*words, *other, "--resume", "auto")
+        found = predecessor.resolved_before(config, identity(config))
         assert found == {}, other
 
 

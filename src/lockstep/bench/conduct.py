@@ -7,14 +7,15 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import rundir
-from lockstep.bench.short_run import TRACED, Measured, run, with_made_rows
-from lockstep.bench.show import as_json, table
+from lockstep.bench.short_run import TRACED, Measured, open_flags, run, with_made_rows
+from lockstep.bench.show import GIB, as_json, table
 from lockstep.config.load import replaced, to_dict
-from lockstep.errors import ConfigError, ExitCode, OutputError
+from lockstep.errors import ConfigError, ExitCode, LockstepError, OutputError
 from lockstep.guard import say
 from lockstep.runtime import devices, env, signals
 
@@ -28,6 +29,8 @@ MOST_WORKERS = 1024
 def bench(loaded: Loaded, arguments: Namespace) -> int:
     """What either command line asks for; the exit code."""
     file = _file(arguments.json) if arguments.json else None
+    if getattr(arguments, "find_batch", False):
+        return find_batch(loaded, file)
     wanted = counts(getattr(arguments, "workers", "1"))
     config = _config(loaded, wanted)
     gpus = devices.visible_gpus() if config.system.device != "cpu" else []
@@ -40,13 +43,44 @@ def bench(loaded: Loaded, arguments: Namespace) -> int:
         made = _with_made_rows(config, Path(name), workers=wanted[-1])
         for count in wanted:
             workers = f"{first[0]}," if first and wanted == [1] else str(count)  # with the comma: its number
-            found.append(run(made, workers=workers, steps=arguments.steps, folder=Path(name), traced=TRACED))
+            named = {"workers": workers, "steps": arguments.steps, "traced": TRACED, "flags": open_flags(loaded)}
+            found.append(run(made, folder=Path(name), **named))
     if file:
         about = {"family": loaded.family, "preset": loaded.preset, "busy": busy, "settings": to_dict(config)}
         _write(file, about | as_json(found))
     say(*table(found, on_gpu=bool(gpus)))
     if not gpus and wanted[-1] > (os.cpu_count() or 1):
         say("There are fewer cores than workers: several share one.")
+    return ExitCode.DONE
+
+
+def find_batch(loaded: Loaded, file: Path | None) -> int:
+    """Print the flag of the largest micro-batch that fits one GPU, in this process."""
+    from lockstep.engine import find_batch as finder
+    from lockstep.report.logs import setup_logging
+    from lockstep.runtime import determinism, hardware
+
+    system, rows = loaded.config.system, loaded.config.training.batch_size
+    device = hardware.pick_device(system.device, system.device_id)
+    if device.type not in finder.DEVICES:
+        what = "sizes are tried on a GPU: want of memory ends a process on the CPU"
+        raise ConfigError(what, where="--find-batch", hint="--batch-size N")
+    setup_logging(level="WARNING")
+    powers = [1 << power for power in range(21)]
+    sizes = sorted({rows, *powers, *(3 * power // 2 for power in powers[1:-1])})
+    with (
+        signals.listening(),
+        tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name,
+        determinism.mode(device, deterministic=system.deterministic, threads=system.threads),
+    ):
+        made = replace(loaded, config=_with_made_rows(loaded.config, Path(name), workers=1), finds_batch=False)
+        found = finder.find(made, device, sizes=sizes)
+    on = hardware.device_name(device)
+    if not found.rows:
+        raise LockstepError(f"not even one row fits {on}", hint="--gradient-checkpointing, or a smaller model")
+    if file:
+        _write(file, {"batch_size": found.rows, "peak_memory_bytes": int(found.peak_bytes), "device": on})
+    say(f"largest micro-batch that fits {on}, peak {found.peak_bytes / GIB:.1f} GiB:", f"--batch-size {found.rows}")
     return ExitCode.DONE
 
 

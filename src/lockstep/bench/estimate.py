@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.bench.short_run import Measured, run, with_made_rows
+from lockstep.bench.short_run import Measured, open_flags, run, with_made_rows
 from lockstep.config.load import replaced
 from lockstep.errors import LockstepError
 from lockstep.report.words import format_about, format_bytes
@@ -32,7 +32,7 @@ def lines(loaded: Loaded, *, workers: int, gpus: Sequence[Gpu] = ()) -> list[str
     has = format_bytes(bytes_of(gpus)) if bytes_of(gpus) else "n/a"  # not every driver says it
     of_gpu = f" of {has} ({min(gpus, key=lambda gpu: gpu.memory_bytes).name})" if gpus else ""
     try:
-        found = measure(config, workers=workers)
+        found = measure(loaded, workers=workers)
     except LockstepError as error:
         why = next((line for line in error.what.splitlines() if "error:" in line), error.what).strip()
         times = [f"Estimated time per epoch: n/a ({why})", f"Estimated total time: n/a ({why})"]
@@ -53,14 +53,15 @@ def lines(loaded: Loaded, *, workers: int, gpus: Sequence[Gpu] = ()) -> list[str
     ]
 
 
-def measure(config: RunConfig, *, workers: int) -> Measured:
+def measure(loaded: Loaded, *, workers: int) -> Measured:
     """A short run with so many workers."""
+    config, flags = loaded.config, open_flags(loaded)
     with signals.listening(), tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         if lies_here(config):
-            config = replaced(config, {"training.epochs": ENDLESS, "data.streaming": False}).config
+            config = replaced(config, {"training.epochs": ENDLESS}).config
         else:
             config = with_made_rows(config, Path(name), workers=workers)
-        return run(config, workers=str(workers), steps=STEPS, folder=Path(name))
+        return run(config, workers=str(workers), steps=STEPS, folder=Path(name), flags=flags)
 
 
 def lies_here(config: RunConfig) -> bool:

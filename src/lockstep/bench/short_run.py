@@ -28,6 +28,7 @@ from lockstep.rundir import RunDir
 from lockstep.runtime import env
 
 if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
     from lockstep.config.schema import RunConfig
 
 WARM_UP = 5  # steps of a run that are nobody's figure
@@ -75,7 +76,9 @@ class Measured:
         return self.rows_per_second / (self.workers * first.rows_per_second)
 
 
-def run(config: RunConfig, *, workers: str, steps: int, folder: Path, traced: int = 0) -> Measured:
+def run(
+    config: RunConfig, *, workers: str, steps: int, folder: Path, traced: int = 0, flags: Sequence[str] = ()
+) -> Measured:
     """Train with workers as --gpus names them, and read the events of the steps after the first few."""
     out = RunDir(folder / f"run-{workers.strip(',').replace(',', '-')}")
     last = WARM_UP + steps - 1
@@ -85,7 +88,7 @@ def run(config: RunConfig, *, workers: str, steps: int, folder: Path, traced: in
     file = out.root.with_suffix(".json")
     file.write_text(json.dumps(tree), encoding="utf-8")
     command = [sys.executable, "-m", "lockstep", "train", config.family, f"--config={file}", f"--gpus={workers}"]
-    code, said = _ended([*command, f"--out={folder}", f"--name={out.root.name}"], unsaved=out.root)
+    code, said = _ended([*command, *flags, f"--out={folder}", f"--name={out.root.name}"], unsaved=out.root)
     if code:
         tail = "\n".join(f"    {line}" for line in lasting(said, folder)[-TAIL_LINES:])
         raise LockstepError(
@@ -94,6 +97,11 @@ def run(config: RunConfig, *, workers: str, steps: int, folder: Path, traced: in
             exit_code=next((known for known in ExitCode if known == code), ExitCode.FAILED),
         )
     return measured(read_events(out.events), steps=steps)
+
+
+def open_flags(loaded: Loaded) -> list[str]:
+    """What a configuration alone does not say: that the run is to find its micro-batch."""
+    return ["--batch-size=auto"] if loaded.finds_batch else []
 
 
 def measured(events: Sequence[Mapping[str, Any]], *, steps: int) -> Measured:

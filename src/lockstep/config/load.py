@@ -21,8 +21,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.rundir import read_json
 
 __all__ = [
-    "Loaded", "Origin", "from_dict", "from_saved", "identity", "identity_diff", "identity_hash", "load", "load_file",
-    "load_run", "preset_file", "presets", "read_config", "replaced", "to_dict",
+    "Loaded", "Origin", "as_asked", "fixed", "from_dict", "from_saved", "identity", "identity_diff", "identity_hash",
+    "load", "load_file", "load_run", "preset_file", "presets", "read_config", "replaced", "to_dict",
 ]  # fmt: skip
 
 PRESETS_FOLDERS = (Path(__file__).parents[1] / "presets", Path(__file__).parents[3] / "presets")  # installed, checkout
@@ -54,7 +54,16 @@ def from_dict(tree: Mapping[str, Any], *, where: str = "config") -> RunConfig:
     """The configuration a dictionary holds, over the defaults: what `to_dict` gave, or a documented file's content."""
     family = str(tree.get("family", "llama"))
     document = reader.Document(where, dict(tree))
-    return resolve(family, [from_document(document, catalog(family))], preset="").config
+    return fixed(resolve(family, [from_document(document, catalog(family))], preset=""))
+
+
+def fixed(loaded: Loaded) -> RunConfig:
+    """The configuration alone, which says nothing of a batch size that is to be found."""
+    if loaded.finds_batch:
+        what = '"auto" is found when a run begins, and this is a configuration without a run'
+        hint = "a number; or train(FAMILY, config, **{'training.batch_size': 'auto'})"
+        raise ConfigError(what, where="training.batch_size", hint=hint)
+    return loaded.config
 
 
 def from_saved(tree: Mapping[str, Any], *, where: str = "config", trains: bool = True) -> RunConfig:
@@ -188,6 +197,14 @@ def identity(config: RunConfig) -> dict[str, Any]:
         for path, setting in catalog(config.family).settings.items()
         if setting.role == "identity"
     }
+
+
+def as_asked(loaded: Loaded) -> dict[str, Any]:
+    """The same as they were given: of a batch size that is to be found the rows of a step alone."""
+    training = loaded.config.training
+    rows = training.batch_size * training.grad_accum_nums
+    open_rows = {"training.batch_size": "auto", "training.grad_accum_nums": rows} if loaded.finds_batch else {}
+    return identity(loaded.config) | open_rows
 
 
 def identity_hash(config: RunConfig) -> str:

@@ -38,6 +38,7 @@ class Loaded:
     family: str
     name: str = ""  # for the run folder: of the file if one was given, else of the preset
     asked: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the identity settings before `auto` was resolved
+    finds_batch: bool = False  # training.batch_size is `auto`: a number is found before the run begins
 
 
 def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> Loaded:
@@ -45,9 +46,14 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
     known = catalog(family)
     notices: list[str] = []
     merged: dict[tuple[str, ...], Given] = {}
+    finds_batch = False
     for rank, layer in enumerate(layers):
         for item in _translate(layer, known, notices):
-            _merge(merged, replace(item, rank=rank, value=_in_place(item, merged, known)))
+            value = item.value
+            if item.path == BATCH:
+                finds_batch = value == "auto"
+                value = _rows(value, merged, known)
+            _merge(merged, replace(item, rank=rank, value=value))
     _join_precision(merged, notices, known)
     _prefer_trace(merged)
     _prefer_own_data(merged, notices)
@@ -56,7 +62,7 @@ def resolve(family: str, layers: Sequence[Sequence[Given]], *, preset: str) -> L
     config = _validate(family, merged, known)
     config = _check_together(config, merged, notices, same_length)
     origins = {".".join(path): item.origin for path, item in merged.items()}
-    return Loaded(config, origins, tuple(notices), preset, family, preset)
+    return Loaded(config, origins, tuple(notices), preset, family, preset, finds_batch=finds_batch)
 
 
 def _merge(merged: dict[tuple[str, ...], Given], item: Given) -> None:
@@ -74,12 +80,12 @@ def _merge(merged: dict[tuple[str, ...], Given], item: Given) -> None:
     merged[path] = replace(item, path=path, value=value)
 
 
-def _in_place(item: Given, merged: Mapping[tuple[str, ...], Given], known: Catalog) -> Any:
-    """The value; of a batch size that is to be found, with the number it stands for: that of the layers below."""
-    if item.path != BATCH or item.value != "auto":
-        return item.value
-    below = before.value if (before := merged.get(BATCH)) else known.settings[BATCH].default
-    return below if isinstance(below, str) else f"auto:{below}"  # a text below is auto:N, or refused as it stands
+def _rows(value: Any, merged: Mapping[tuple[str, ...], Given], known: Catalog) -> Any:
+    """A batch size; for `auto` that of the layers below, and for `auto:N` of earlier versions N."""
+    if value == "auto":
+        return before.value if (before := merged.get(BATCH)) else known.settings[BATCH].default
+    number = value.removeprefix("auto:") if isinstance(value, str) else ""
+    return int(number) if number.isdecimal() and number != value else value
 
 
 def _translate(layer: Sequence[Given], known: Catalog, notices: list[str]) -> Iterable[Given]:

@@ -51,6 +51,8 @@ def show(loaded: Loaded, *, only_set: bool = False) -> str:
         if only_set and origin is None:
             continue
         value = tree[path[0]] if len(path) == 1 else tree[path[0]][path[1]]
+        if loaded.finds_batch and setting.key == "training.batch_size":
+            value = f"auto ({value})"
         rows.append((setting.key, show_value(value), f"{origin.layer} {origin.where}".strip() if origin else DEFAULT))
     keys, values = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     values = min(values, 40)

@@ -6,7 +6,6 @@ import inspect
 import logging
 import platform
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from lockstep.engine import (
     graphs,
     histories,
     legacy,
-    micro_batch,
     replicas,
     resume,
     state,
@@ -35,7 +33,6 @@ from lockstep.engine import (
 from lockstep.engine.checkpoint import Checkpointer
 from lockstep.engine.choices import speaking, with_mask
 from lockstep.engine.council import Council
-from lockstep.engine.options import AutoRows
 from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared, check_same, prepare
 from lockstep.engine.progress import Progress
@@ -71,7 +68,6 @@ class Plan:
     shape: AnyShape
     objective: Objective
     identity_hash: str
-    auto_rows: int | None = None  # training.batch_size auto: 0, to be found; else as the run that goes on was begun
 
 
 def plan(loaded: Loaded, device: torch.device, *, trains: bool = True) -> Plan:
@@ -82,11 +78,7 @@ def plan(loaded: Loaded, device: torch.device, *, trains: bool = True) -> Plan:
     config = config.model_copy(update={"training": training})
     shape = shapes.resolve(config.model, context_length=config.training.context_length, token=hub_token(config))
     config = with_mask(config, shape)
-    known_as, rows = identity_hash(config), config.training.batch_size  # by `auto`, whatever it will be here
-    if not isinstance(rows, AutoRows):
-        return Plan(config, device, shape, make_objective(config), known_as)
-    config = micro_batch.with_rows(config, int(rows))
-    return Plan(config, device, shape, make_objective(config), known_as, auto_rows=0)
+    return Plan(config, device, shape, make_objective(config), identity_hash(config))
 
 
 def make_objective(config: RunConfig) -> Objective:
@@ -185,8 +177,6 @@ def assemble(  # noqa: PLR0913 - a run and all that surrounds it, by name
     stepper, built = make_stepper(plan, group, link, before=resume.kernels_before(point, about))
     about |= adapters.about_base(stepper.model) | kernels(plan, built)
     progress = _resume(stepper, about, point, config=config) if point else Progress()
-    cut = partial(cut_batches, plan, prepared, group, progress.step)
-    plan, built = micro_batch.settled(micro_batch.Place(plan, built, stepper, everyone, about, cut))
     if point and group is not everyone:
         everyone.barrier()  # from here on the first replica may save, and forget what another was still reading
     told, folder = everyone.told(link), run.worker(place.tag, place.node)
@@ -320,12 +310,6 @@ def make_validation(plan: Plan, prepared: Prepared, group: Group, *, batch_rows:
         seed=plan.config.system.seed,
         share=(group.rank, group.world),
     )
-
-
-def cut_batches(plan: Plan, prepared: Prepared, group: Group, step: int, rows: int) -> list[Batch]:
-    """This rank's micro-batches of one step, cut otherwise."""
-    cut = replace(plan, config=micro_batch.with_rows(plan.config, rows))
-    return next(make_loader(cut, prepared, start_step=step, group=group, workers=0))
 
 
 def make_loader(

@@ -8,16 +8,14 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
 from lockstep import rundir
 from lockstep.config.load import Loaded, identity, to_dict
-from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
 from lockstep.engine import evidence, results, resume
 from lockstep.engine.build import Plan, versions
@@ -45,8 +43,7 @@ def choose_run(
         point = _of_its_own(resume.find(planned.config, loaded.asked), loaded)
         if point:
             allow = planned.config.checkpoint.allow_mismatch
-            asked = resume.with_saved_split(planned, point).config
-            resume.check_early(point, identity(asked), allow=allow)
+            resume.check_early(point, identity(planned.config), allow=allow)
         earlier = between_rounds.kept_run()
         run = RunDir(earlier) if earlier else point.run if point and point.run else new_run(planned, loaded)
         run.root.mkdir(parents=True, exist_ok=True)  # an earlier round may have ended right before
@@ -154,30 +151,13 @@ def begin_run(run: RunDir, planned: Plan, loaded: Loaded, *, again: bool) -> Non
     about_place = {"variables": env.saved(), "versions": versions(), "argv": [env.redact(word) for word in sys.argv]}
     try:
         rundir.write_json(run.env, about_place)
-        _write_config(run, config, saved)
+        rundir.write_json(run.config, saved)
+        if config.system.output_dir:
+            path = Path(config.system.output_dir) / f"{config.run.experiment_name}_config.json"
+            rundir.write_json(path, saved["config"])
+            logger.info("Configuration saved to %s", path)
     except OSError as error:
         raise rundir.io_error(error, run.root, doing="writing the configuration") from error
-
-
-def note_split(run: RunDir, config: RunConfig, line: str) -> None:
-    """The micro-batches that were found for a run that has begun, in its configuration: it goes on with them."""
-    try:
-        saved = rundir.read_json(run.config)
-        for name in ("batch_size", "grad_accum_nums"):
-            saved["config"]["training"][name] = getattr(config.training, name)
-            saved["origins"][f"training.{name}"] = f"auto {line.removeprefix('batch: ')}"
-        _write_config(run, config, saved)
-    except OSError as error:
-        raise rundir.io_error(error, run.root, doing="writing the configuration") from error
-
-
-def _write_config(run: RunDir, config: RunConfig, saved: Mapping[str, Any]) -> None:
-    """To the run folder, and to where else it was asked for."""
-    rundir.write_json(run.config, saved)
-    if config.system.output_dir:
-        path = Path(config.system.output_dir) / f"{config.run.experiment_name}_config.json"
-        rundir.write_json(path, saved["config"])
-        logger.info("Configuration saved to %s", path)
 
 
 def with_own_files(group: Group, planned: Plan, run: RunDir, closing: contextlib.ExitStack) -> Plan:

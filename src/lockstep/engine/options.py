@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
+from pydantic import Field, WithJsonSchema
 
 from lockstep.config.section import Section, setting
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp64"]
-USUAL_ROWS, MOST_ROWS = 2, 1 << 20
-AUTO_ROWS = re.compile(r"auto(?::([1-9]\d{0,6}))?", re.ASCII)
-
-
-class AutoRows(int):
-    """`auto`: a micro-batch that is still to be found on its GPU. As a number it is the one that the word stands for.
-
-    So whoever only counts rows need not know; as text it is auto:N, which can be written and read again.
-    """
-
-
-def read_rows(value: object, check: ValidatorFunctionWrapHandler) -> int:
-    """A number, or auto in place of one."""
-    if isinstance(value, AutoRows):
-        return value
-    found = AUTO_ROWS.fullmatch(value) if isinstance(value, str) else None
-    return AutoRows(check(int(found[1] or USUAL_ROWS))) if found else check(value)
-
-
-def rows_text(rows: int) -> int | str:
-    """As a file has it."""
-    return f"auto:{int(rows)}" if isinstance(rows, AutoRows) else rows
-
-
+MOST_ROWS = 1 << 20
 MicroRows = Annotated[
-    int,
+    int,  # `auto` leaves the number of the layers below, and says in Loaded that another is to be found
     Field(ge=1, le=MOST_ROWS),
-    WrapValidator(read_rows),
-    PlainSerializer(rows_text),
     WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1, "maximum": MOST_ROWS},
-                {"type": "string", "const": "auto"},
-                {"type": "string", "pattern": f"^{AUTO_ROWS.pattern}$", "title": '"auto:N"'},
-            ]
-        }
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_ROWS}, {"type": "string", "const": "auto"}]}
     ),
 ]
 
@@ -55,9 +23,9 @@ class TrainingOptions(Section, frozen=True):
     """The optimisation."""
 
     batch_size: MicroRows = setting(
-        USUAL_ROWS,
-        "Rows of one micro-batch on one GPU. auto: the largest that fits; grad_accum_nums is fitted to it, so that a "
-        "step has the rows that it would have with the number that auto replaces (auto:N: with N).",
+        2,
+        "Rows of one micro-batch on one GPU. auto: the largest that fits, found before the run; grad_accum_nums is "
+        "fitted to it, so that a step has the rows that it would have with the number that auto replaces.",
         unit="rows",
     )
     grad_accum_nums: int = setting(4, "Micro-batches per optimizer step.", ge=1, le=1 << 20)

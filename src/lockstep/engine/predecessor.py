@@ -32,7 +32,8 @@ class EarlierRun:
     folder: Path
     created: float
     asked: Mapping[str, Any]  # its identity settings as they were given, before anything was resolved
-    data: Mapping[str, Any]  # its section `data` as it was resolved
+    data: Mapping[str, Any]  # its sections `data` and `training` as they were resolved
+    training: Mapping[str, Any]
 
     def differences(self, asked: Mapping[str, Any]) -> list[str]:
         """One line per setting that was asked for otherwise."""
@@ -46,15 +47,23 @@ def is_open(name: str, value: str | None) -> bool:
     return name == "tokenizer_name" and value in (None, "auto")
 
 
-def resolved_before(config: RunConfig) -> dict[str, str | None]:
+def resolved_before(config: RunConfig, asked: Mapping[str, Any]) -> dict[str, str | None]:
     """The names in `data` as the run to be resumed resolved them, where they differ; {} if no run is meant."""
-    run = _meant(config)
+    run = _meant(config, asked)
     return {name: run.data[name] for name in NAMES if run.data[name] != getattr(config.data, name)} if run else {}
 
 
-def _meant(config: RunConfig) -> EarlierRun | None:
+def rows_before(config: RunConfig, asked: Mapping[str, Any]) -> int:
+    """The micro-batch of the run to be resumed, if a step had as many rows; 0 if no such run is meant."""
+    run = _meant(config, asked)
+    rows = run.training["batch_size"] if run else 0
+    count = run.training["grad_accum_nums"] if run else 0
+    return rows if rows * count == config.training.batch_size * config.training.grad_accum_nums else 0
+
+
+def _meant(config: RunConfig, asked: Mapping[str, Any]) -> EarlierRun | None:
     """The run that will be resumed; None if there is none, or if it was asked for other data."""
-    resume, out, asked = config.checkpoint.resume, Path(config.run.out), identity(config)
+    resume, out = config.checkpoint.resume, Path(config.run.out)
     if resume is None:
         return None
     if resume == "auto" and config.run.name is None:
@@ -78,7 +87,8 @@ def read(folder: Path) -> EarlierRun | None:
         data = record["config"]["data"]
         if not all(name in data for name in NAMES) or not rundir.saved_checkpoints(folder / "checkpoints"):
             return None
-        return EarlierRun(folder, float(record["created"]), _asked_of(record), data)
+        training = record["config"]["training"]
+        return EarlierRun(folder, float(record["created"]), _asked_of(record), data, training)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, LockstepError):
         return None
 
@@ -94,6 +104,9 @@ def _asked_of(record: Mapping[str, Any]) -> dict[str, Any]:
         if name and not str(origin).startswith("auto"):
             given.setdefault(section, {})[name] = tree[section][name]
     asked = identity(from_dict(saved.read_tree(given, family)))
+    if str(origins.get("training.batch_size", "")).startswith("auto"):
+        rows = tree["training"]["batch_size"] * tree["training"]["grad_accum_nums"]
+        asked |= {"training.batch_size": "auto", "training.grad_accum_nums": rows}
     if pinned := PINNED.fullmatch(asked["data.dataset_name"]):  # the commit was added when the name was resolved
         asked["data.dataset_name"] = pinned[1]
     return asked

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from lockstep.models.build import Kernels
 from lockstep.rundir import RunDir
 
 if TYPE_CHECKING:
-    from lockstep.engine.build import Plan
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -277,18 +277,6 @@ def kernels_before(point: ResumePoint | None, about: Mapping[str, Any]) -> Kerne
         for each in (was, about)
     )
     return Kernels(attention, compiled) if then == now else None
-
-
-def with_saved_split(planned: Plan, point: ResumePoint | None) -> Plan:
-    """Where micro-batches are to be found: those that the run was begun with, as long as a step has as many rows."""
-    training, saved = planned.config.training, about_of(point).get("identity", {})
-    rows, count = saved.get("training.batch_size"), saved.get("training.grad_accum_nums")
-    if planned.auto_rows is None or not isinstance(rows, int) or not isinstance(count, int):
-        return planned
-    if rows * count != training.batch_size * training.grad_accum_nums:
-        return planned
-    changed = training.model_copy(update={"batch_size": rows, "grad_accum_nums": count})
-    return replace(planned, config=planned.config.model_copy(update={"training": changed}), auto_rows=rows)
 
 
 def check_batch(saved_rows: int | None, config: RunConfig, *, world: int, checkpoint: Path) -> None:

@@ -10,11 +10,11 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep import registry
 from lockstep.config.given import Origin
-from lockstep.config.load import identity
+from lockstep.config.load import as_asked, identity
 from lockstep.data.options import HistoryOptions
 from lockstep.engine import predecessor
 from lockstep.engine.choices import (
@@ -46,8 +46,11 @@ SETTLED = "LOCKSTEP_SETTLED"  # what a launcher has decided, for its workers
 OWN_TEXT = "data.data_path=FILE for your own"
 
 
-def decide(config: RunConfig) -> Decided:
-    """Everything that is open, decided; what a launcher has decided is taken as it is."""
+def decide(config: RunConfig, asked: Mapping[str, Any] | None = None) -> Decided:
+    """Everything that is open in `data`, decided; what a launcher has decided is taken as it is.
+
+    `asked`: the settings as they were given, where the configuration does not say it.
+    """
     if told := env.get(SETTLED):
         return {name: (value, "") for name, value in json.loads(told).items()}
     decided: dict[str, tuple[str | None, str]] = {}
@@ -57,7 +60,7 @@ def decide(config: RunConfig) -> Decided:
         hint = "COMMAND > corpus.txt, then --data-path corpus.txt"
         raise ConfigError("stdin is not read as a dataset", where="data.data_path", hint=hint)
     options = config.data.model_copy(update={"cache_dir": str(cache_roots(config.data)[0])})
-    earlier = predecessor.resolved_before(config.model_copy(update={"data": options}))
+    earlier = predecessor.resolved_before(config.model_copy(update={"data": options}), asked or identity(config))
     decided |= {name: (value, "") for name, value in earlier.items()}
     options = _with(options, decided)
     if is_open("dataset_name", options.dataset_name):
@@ -90,7 +93,7 @@ def settled(loaded: Loaded, decided: Decided) -> Loaded:
         loaded,
         config=applied(loaded.config, decided),
         origins={**loaded.origins, **origins},
-        asked=identity(loaded.config),
+        asked=as_asked(loaded),
     )
 
 

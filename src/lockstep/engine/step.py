@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -329,7 +328,9 @@ class Stepper:
 
     def rehearse(self, batches: Sequence[Batch]) -> Reading:
         """A whole step that changes nothing: meets out-of-memory at once, compiles, and shows the first loss."""
-        began, scale = time.perf_counter(), self._begin_rehearsal()
+        scaler, began = self.precision.scaler, time.perf_counter()
+        scale = scaler.state_dict() if scaler else None
+        self.halted.fill_(1.0)  # from here on nothing changes but the loss scale
         weights = self.agree(batches)
         if self.graph and self.graph.takes(batches):
             values = self.graph.replay(-1, batches[0])
@@ -338,36 +339,9 @@ class Stepper:
         pending = Pending(values, watched=self.watched)
         reading = pending.read()
         self.rehearsed = (pending.made - began, time.perf_counter() - began)
-        self._end_rehearsal(scale)
-        return reading
-
-    def rehearse_alone(self, batches: Sequence[Batch]) -> None:
-        """The same without the other ranks, of whom none waits for this one should it run out of memory.
-
-        Afterwards all is as before, also then. Not of a model in shards, which has no gradients of its own.
-        """
-        exchange, council, scale = self.exchange, self.council, self._begin_rehearsal()
-        applied = self.optimizer.applied.clone()
-        self.exchange = Apart(exchange) if isinstance(exchange, Reducer) else exchange
-        self.council = Council(self.objective.terms)
-        try:
-            self.rehearse(batches)
-        except RuntimeError:
-            with contextlib.suppress(RuntimeError):  # of a card that does nothing any more
-                self._end_rehearsal(scale)
-                self.optimizer.applied.copy_(applied)  # which an update counts first, and takes back last
-            raise
-        finally:
-            self.exchange, self.council = exchange, council
-
-    def _begin_rehearsal(self) -> dict[str, float] | None:
-        """From here on nothing changes but the loss scale, which is returned."""
-        self.halted.fill_(1.0)
-        return self.precision.scaler.state_dict() if self.precision.scaler else None
-
-    def _end_rehearsal(self, scale: dict[str, float] | None) -> None:
         self.updating = False
         self.halted.zero_()
         self.exchange.zero()
-        if self.precision.scaler and scale:
-            self.precision.scaler.load_state_dict(scale)
+        if scaler and scale:
+            scaler.load_state_dict(scale)
+        return reading

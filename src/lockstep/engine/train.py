@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from lockstep import rundir
-from lockstep.config.load import Loaded
+from lockstep.config.load import Loaded, as_asked
 from lockstep.config.schema import RunConfig
 from lockstep.contracts import Sink
 from lockstep.engine import (
     endings,
+    find_batch,
     first_loss,
     fitting,
     folder,
     graphs,
     handover,
     loop,
-    micro_batch,
     present,
     replicas,
     resume,
@@ -93,22 +93,23 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
         if bell:
             closing.callback(bell.close)
             link.tell_nodes(addresses)
-        decided = group.together(lambda: settle.decide(loaded.config))
+        decided = group.together(lambda: settle.decide(loaded.config, as_asked(loaded)))
         for notice in loaded.notices if place.rank == 0 and place.launcher != "lockstep" else ():
             logger.info("%s", notice)
         for line in settle.lines(decided) if place.rank == 0 else ():
             logger.warning("%s", line)
         loaded = settle.settled(loaded, decided)
         with determinism.mode(device, deterministic=system.deterministic, threads=system.threads):
+            if loaded.finds_batch:
+                link.enter("prepare")  # which may take as long as it likes
+                loaded = find_batch.resolved(loaded, device, group)
             forget_compiled()  # sizes of runs before this one, in the same process: they would give it other bits
             planned = plan(loaded, device)
-            least = micro_batch.least(planned)
-            fitting.check_memory(least, planned.shape, device, shards=present.shards(system.mode, place))
+            fitting.check_memory(planned.config, planned.shape, device, shards=present.shards(system.mode, place))
             link.tell_remedy(shortage.foreseen(shortage.work_of(planned, place), workers=place.local_world))
             run, point = folder.choose_run(group, planned, loaded, closing)
             if point:
                 handover.hand_over(point.checkpoint, group, place)
-                planned = resume.with_saved_split(planned, point)
             start_log(loaded, run)
             planned = folder.with_own_files(group, planned, run, closing)
             link.tell_run(run.root.absolute())
@@ -176,7 +177,7 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
                 rundir.point_latest(run)  # a run that could not begin is not the latest
             parts = assembled.parts
             parts.until = env.last_step(run.root)
-            planned = as_found(run, planned, assembled, first=around.first)
+            planned = as_built(planned, assembled)
             announce(run, planned, assembled, point, loaded)
             train_parts(parts, planned, stop)
             replicas.compare(parts, around.group, mode=config.system.mode)
@@ -198,20 +199,10 @@ def train_in(run: RunDir, planned: Plan, point: resume.ResumePoint | None, aroun
     return Result(run.root, parts.progress.step, parts.last.loss if parts.last else math.nan, parts.val_loss)
 
 
-def as_found(run: RunDir, planned: Plan, assembled: Assembled, *, first: bool) -> Plan:
-    """The plan as it turned out: compiled or not, which costs memory; and with the micro-batches that were found, if
-    they were to be; those of a run that begins are noted.
-    """
+def as_built(planned: Plan, assembled: Assembled) -> Plan:
+    """The plan as it turned out: compiled or not, which costs memory."""
     model = planned.config.model.model_copy(update={"compile": "on" if assembled.built.compiled else "off"})
-    planned = replace(planned, config=planned.config.model_copy(update={"model": model}))
-    if planned.auto_rows is None:
-        return planned
-    found = assembled.parts.config.training
-    changed = {"batch_size": found.batch_size, "grad_accum_nums": found.grad_accum_nums}
-    config = planned.config.model_copy(update={"training": planned.config.training.model_copy(update=changed)})
-    if first and not planned.auto_rows:
-        folder.note_split(run, config, assembled.built.notices[-1])
-    return replace(planned, config=config)
+    return replace(planned, config=planned.config.model_copy(update={"model": model}))
 
 
 def train_parts(parts: Parts, planned: Plan, stop: signals.StopRequest) -> None:
