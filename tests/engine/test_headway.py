@@ -1,32 +1,24 @@
-"""How far a preparation is: lines, a bar on a real terminal, a note for those who wait."""
+"""How far a preparation is: lines, or a bar on a real terminal."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lockstep.data.cache import key_of
 from lockstep.engine import headway as module
 from lockstep.engine.headway import Headway
 from lockstep.report import logs
-from tests.data.stories import configuration, prepared, write_stories
 from tests.report.test_console import Terminal
-
-
-def silent(_: str) -> None:
-    """A note that nobody reads."""
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds at work takes hundredths here."""
-    for name in ("LINE_SECONDS", "NOTE_SECONDS", "BAR_SECONDS", "QUIET_SECONDS"):
+    for name in ("LINE_SECONDS", "POLL_SECONDS", "BAR_SECONDS", "QUIET_SECONDS"):
         monkeypatch.setattr(module, name, 0.01)
 
 
@@ -41,11 +33,11 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 def test_a_line_says_how_far_how_fast_and_how_long() -> None:
-    headway = Headway(silent)
+    headway = Headway()
     assert headway.line() == "Reading"  # nothing is said of nothing
     list(headway.reading(["ab" * 50_000]))
     assert headway.line() == "Reading: 1 document, 0.1 million characters"
-    headway = Headway(silent)
+    headway = Headway()
     assert list(headway.reading(["abc", np.arange(3), "d" * 1_500_000])) is not None
     assert headway.line() == "Reading: 3 documents, 1.5 million characters"
     headway.begin("Training the tokenizer")
@@ -64,8 +56,9 @@ def test_a_line_says_how_far_how_fast_and_how_long() -> None:
 @pytest.mark.usefixtures("quick")
 def test_lines_where_there_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with Headway(silent) as headway:
-        headway.begin("Tokenising", total=100)
+    headway = Headway()
+    headway.begin("Tokenising", total=100)
+    with headway:
         wait_for(lambda: len(caplog.messages) >= 2)
     told = len(caplog.messages)
     assert all(message.startswith("Tokenising: 0 %") for message in caplog.messages)
@@ -77,7 +70,7 @@ def test_lines_where_there_is_no_terminal(caplog: pytest.LogCaptureFixture) -> N
 def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
     """NO_COLOR and LANG=C included: a bar of UTF-8 without colour, gone at the end; lines stay."""
     logs.setup_logging(stream=terminal.stream)
-    with Headway(silent) as headway:
+    with Headway() as headway:
         headway.begin("Tokenising", total=100)
         headway.done, headway.tokens = 50, 7
         wait_for(lambda: b"".join(terminal._parts).count("━".encode()) >= 2)
@@ -92,7 +85,7 @@ def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
 @pytest.mark.parametrize(("done", "least", "most"), [(100, 20, 80), (50, 10, 40), (0, 0, 0)])
 def test_a_bar_of_80_columns_is_as_full_as_its_words_say(terminal: Terminal, done: int, least: int, most: int) -> None:
     logs.setup_logging(stream=terminal.stream)
-    with Headway(silent) as headway:
+    with Headway() as headway:
         headway.begin("Tokenising", total=100)
         headway.done, headway.tokens, headway._began = done, 123_456_789_012, time.monotonic() - 100
         wait_for(lambda: b"Tokenising" in b"".join(terminal._parts))
@@ -104,41 +97,9 @@ def test_a_bar_of_80_columns_is_as_full_as_its_words_say(terminal: Terminal, don
 @pytest.mark.usefixtures("quick")
 def test_no_bar_when_it_is_off(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
     logs.setup_logging(stream=terminal.stream)
-    with Headway(silent, progress="off"):
+    with Headway(progress="off"):
         wait_for(lambda: b"Reading" in b"".join(terminal._parts))
     assert "\x1b" not in terminal.text()
-
-
-@pytest.mark.usefixtures("quick")
-def test_who_waits_can_read_how_far_it_is(in_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The note lies beside the folder while it is filled, whole at every moment, and goes with the builder."""
-    write_stories(in_dir)
-    notes: list[dict[str, object]] = []
-    real = module.Headway.begin
-
-    def look(self: Headway, doing: str, **given: int) -> None:
-        real(self, doing, **given)
-
-        def noted() -> bool:
-            (note,) = Path("cache").glob("*.builder")
-            notes.append(json.loads(note.read_text(encoding="utf-8")))
-            return str(notes[-1].get("progress", "")).startswith(doing)
-
-        wait_for(noted)
-
-    monkeypatch.setattr(module.Headway, "begin", look)
-    prepared(configuration(cache_dir="cache"))
-    assert {str(note.get("progress", "")).split(":")[0] for note in notes} >= {"Training the tokenizer", "Tokenising"}
-    assert all(note["pid"] and note["host"] for note in notes)
-    assert not list(Path("cache").glob("*.builder*"))
-
-
-def test_a_note_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
-    from lockstep.data.builders import note_progress
-
-    note_progress(tmp_path / "gone" / f"{key_of({})}.tmp-1", "50 %")
-    note_progress(tmp_path / "elsewhere", "50 %")
-    assert list(tmp_path.iterdir()) == []
 
 
 def wait_for(what) -> None:

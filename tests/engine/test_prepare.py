@@ -187,7 +187,7 @@ def test_where_caches_lie(stories: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_housekeeping(stories: Path) -> None:
     made = prepared(configuration())
     (entry,) = entries(made.folder.parent)
-    assert entry.key == made.key
+    assert entry.folder == made.folder
     assert entry.meta["source"] == "text"
     check(entry.folder, full=True)
     assert made.key in clean(made.folder.parent)

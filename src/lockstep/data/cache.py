@@ -6,8 +6,8 @@
         tokenizer.json  tokenizer_config.json
         train/  validation/     rows.json, and one <column>.npy of shape (rows, width) per column
     <key>.lock                  held while building; the kernel frees it with its process
-    <key>.builder               who holds it and how far that one is, for those who wait; touched as work goes on
-    <key>.checked               size, times and sampled hash of each file when its whole content was last found good
+    <key>.builder               who holds it, for those who wait
+    <key>.checked               size and times of each file when its whole content was last found good
     <key>.parts/                what a build has fetched of remote files so far: one that was killed goes on with it
 
 The content is a pure function of the key, so building twice gives the same bytes. A ragged column fits in beside the
@@ -24,7 +24,6 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,16 +44,13 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 KEY_LENGTH = 40  # longer than the md5 names of other people's caches
 KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
-BESIDE = r"(\.lock|\.builder|\.checked|\.parts)?(\.tmp-[\w-]+)?"
-OURS = re.compile(rf"{KEY.pattern}(?P<beside>{BESIDE})")
 SPLITS = ("train", "validation")
 REQUIRED = ("meta.json", "tokenizer.json", *(f"{split}/rows.json" for split in SPLITS))
 MEMO = "lockstep-hashes.json"  # hashes of large source files, kept by the sources
-LOOSE = re.compile(rf"{re.escape(MEMO)}|lockstep-hub\.json(\.lock)?")  # of no one key
+LOOSE = (MEMO, "lockstep-hub.json", "lockstep-hub.json.lock")  # of no one key
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 NO_PLACE = (errno.EEXIST, errno.ENOENT, errno.ENOTDIR)  # where no folder can be made: a file, something below it, /proc
 ALWAYS_HASHED_BYTES = 32 << 20  # caches up to this size are hashed whole on every opening: a few hundredths of a second
-SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096
 
 
 class Table:
@@ -157,8 +153,7 @@ class _ColumnFile:
 def check(folder: Path, *, full: bool = False) -> None:
     """Raise DataError, naming the file, unless the cache is intact and can be opened.
 
-    Small caches are hashed whole. Of a large one whose files carry the sizes and times of the last whole check, only
-    sampled blocks are read again.
+    A small cache is hashed whole, a large one only if its files do not carry the sizes and times of the last check.
     """
     stamp = folder.with_name(f"{folder.name}.checked")
     verify(folder, content=False, required=REQUIRED)
@@ -178,18 +173,10 @@ def check(folder: Path, *, full: bool = False) -> None:
             write_json(stamp, _stamp(folder))
 
 
-def _stamp(folder: Path) -> dict[str, list[Any]]:
-    """Size, times and a hash of evenly spread blocks of each file."""
-    seen: dict[str, list[Any]] = {}
-    for path in sorted(_files(folder)):
-        status, sample = path.stat(), hashlib.sha256()
-        with path.open("rb") as file:
-            for block in range(SAMPLE_BLOCKS):
-                file.seek(max(0, status.st_size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
-                sample.update(file.read(SAMPLE_BYTES))
-        times = (status.st_mtime_ns, status.st_ctime_ns)
-        seen[path.relative_to(folder).as_posix()] = [status.st_size, *times, sample.hexdigest()]
-    return seen
+def _stamp(folder: Path) -> dict[str, list[int]]:
+    """Size and times of each file: no write can leave them as they were."""
+    files = ((path.relative_to(folder).as_posix(), path.stat()) for path in sorted(_files(folder)))
+    return {name: [status.st_size, status.st_mtime_ns, status.st_ctime_ns] for name, status in files}
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -238,14 +225,13 @@ def open_or_build(key: str, roots: list[Path], build: Callable[[Path], None]) ->
         if found:
             return found, False
         root.mkdir(parents=True, exist_ok=True)
-        with building(root, key) as alive:
+        with building(root, key):
             found, _ = find(key, [root], level=logging.DEBUG)
             if found:  # built while we waited
                 return found, False
             for leftover in root.glob(f"{key}.tmp-*"):  # of a builder that died: we hold its lock
                 shutil.rmtree(leftover, ignore_errors=True)
-            (root / f"{key}.builder.tmp-note").unlink(missing_ok=True)
-            with publishing(root / key, alive) as folder:
+            with publishing(root / key) as folder:
                 build(folder)
             check(root / key, full=True)
             shutil.rmtree(parts_folder(root, key), ignore_errors=True)
@@ -269,34 +255,16 @@ def _refused(error: OSError, root: Path, *, what: str, doing: str, hint: str) ->
 class Entry:
     """One cache, as `lockstep prepare --list` shows it."""
 
-    key: str
     folder: Path
     bytes: int
-    age_seconds: float
-    meta: Mapping[str, Any]  # as in meta.json; empty if that is damaged
-
-    @property
-    def state(self) -> str:
-        """Parts are of a build that was not finished: the next one goes on with them."""
-        if (self.folder / MANIFEST).is_file():
-            return "whole"
-        return "unfinished" if self.folder.suffix == ".parts" else "remains"
+    meta: Mapping[str, Any]  # as in meta.json; empty where there is none
 
 
 def entries(root: Path) -> list[Entry]:
-    """The caches in a folder, unfinished ones among them, newest first."""
-    folders = (path for path in (root.iterdir() if root.is_dir() else ()) if path.is_dir() and not path.is_symlink())
-    found = (_entry(folder) for folder in folders if KEY.fullmatch(folder.name.removesuffix(".parts")))
-    return sorted((entry for entry in found if entry), key=lambda entry: (entry.age_seconds, entry.key))
-
-
-def _entry(folder: Path) -> Entry | None:
-    """What there is of one cache; None if it was taken away while we looked."""
-    try:
-        age = max(0.0, time.time() - folder.stat().st_mtime)
-    except FileNotFoundError:
-        return None
-    return Entry(folder.stem, folder, sum(_sizes(folder)), age, read_json(folder / "meta.json"))
+    """The caches in a folder, and what unfinished builds have fetched."""
+    here = sorted(root.iterdir()) if root.is_dir() else []
+    folders = [path for path in here if _is_ours(path) and path.suffix in ("", ".parts")]
+    return [Entry(folder, sum(_sizes(folder)), read_json(folder / "meta.json")) for folder in folders]
 
 
 def clean(root: Path, *, dry_run: bool = False) -> list[str]:
@@ -315,8 +283,13 @@ def clean(root: Path, *, dry_run: bool = False) -> list[str]:
 def _cleaned(root: Path, *, dry_run: bool) -> list[str]:
     here = sorted(root.iterdir()) if root.is_dir() else []
     ours = [path for path in here if _is_ours(path)]
-    remove = (lambda _: None) if dry_run else _remove
-    removed: list[str] = []
+    removed: list[Path] = []
+
+    def remove(paths: list[Path]) -> None:
+        removed.extend(paths)
+        for path in () if dry_run else paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
     for key in sorted({path.name[:KEY_LENGTH] for path in ours}):
         lock = FileLock(root / f"{key}.lock")
         try:
@@ -324,27 +297,16 @@ def _cleaned(root: Path, *, dry_run: bool) -> list[str]:
         except Timeout:
             continue
         try:
-            for path in (path for path in ours if path.name.startswith(key)):
-                remove(path)
-                removed.append(path.name)
+            remove([path for path in ours if path.name.startswith(key)])
             if (file := Path(lock.lock_file)) not in ours:  # only there since we asked
                 file.unlink(missing_ok=True)
         finally:
             lock.release()
-    for path in here:
-        if LOOSE.fullmatch(path.name) and path.is_file():
-            remove(path)
-            removed.append(path.name)
-    return removed
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    remove([path for path in here if path.name in LOOSE and path.is_file()])
+    return [path.name for path in removed]
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether we made it: by its name, and a finished folder also by its manifest."""
-    match = OURS.fullmatch(path.name)
-    if match is None or path.is_symlink():
-        return False
-    return bool(match["beside"]) or (path / MANIFEST).is_file()
+    """A folder with our manifest that is called by a key, or anything whose name goes on from a key with a dot."""
+    key, beside, _ = path.name.partition(".")
+    return bool(KEY.fullmatch(key) and not path.is_symlink() and (beside or (path / MANIFEST).is_file()))

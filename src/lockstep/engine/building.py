@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.data.builders import note_progress
 from lockstep.data.cache import write_table
 from lockstep.engine.choices import speaking
 from lockstep.engine.encoding import encoded_in_order, largest_id, length_of, pieces_of, too_large, too_many
@@ -55,7 +54,7 @@ class Builder:
         logger.info("Preparing dataset cache...")
         with (
             env.changed(PARALLELISM, "false"),  # threads of ours, each at its own text, are quicker
-            Headway(lambda line: note_progress(folder, line), progress=self.config.report.progress) as headway,
+            Headway(progress=self.config.report.progress) as headway,
         ):
             split = self._split(headway.reading(self._documents()))
             tokenizer = self._tokenizer(split, headway)

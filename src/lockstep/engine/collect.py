@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from lockstep import rundir
-from lockstep.data.builders import building, note_beside, read_json
+from lockstep.data.builders import building, read_json
 from lockstep.data.histories import stem
 from lockstep.engine.headway import Headway
 from lockstep.engine.history_files import differences, export_hdf5, settings_of, world_settings
@@ -141,26 +141,26 @@ def collect(
 
 def _make_alone(wanted: Collection, how: How) -> None:
     """Of several processes one collects; the others wait, and then find it done."""
-    final, key = wanted.file("hdf5"), f".{wanted.stem}"
+    final = wanted.file("hdf5")
     rundir.probe(wanted.folder, key="data.data_path")
     try:
-        with building(wanted.folder, key, what=final):
+        with building(wanted.folder, f".{wanted.stem}", what=final):
             for leftover in wanted.folder.glob(f"{wanted.stem}.*.tmp-*"):  # of one that was killed: we hold its lock
                 leftover.unlink(missing_ok=True)
             if how.overwrite or not final.exists():
-                _collect(wanted, how, wanted.folder / f"{key}.builder")
+                _collect(wanted, how)
     except OSError as error:
         raise rundir.io_error(error, wanted.folder, doing="collecting histories") from error
 
 
-def _collect(wanted: Collection, how: How, builder: Path) -> None:
+def _collect(wanted: Collection, how: How) -> None:
     import h5py  # noqa: F401 - who has no such package hears it before the work, not after
 
     final = wanted.file("hdf5")
     _check_room(wanted)
     parts = _parts(wanted, how)
     total = len(wanted.tasks) * wanted.streams * wanted.steps
-    with Headway(lambda line: note_beside(builder, line), progress=how.progress, unit="steps") as headway:
+    with Headway(progress=how.progress, unit="steps") as headway:
         headway.begin("Collecting", total=total)
         _make(wanted, parts, how, headway)
     with rundir.replacing(final) as temporary:

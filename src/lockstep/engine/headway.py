@@ -1,11 +1,11 @@
-"""How far a preparation is: a bar on a terminal, else a line now and then; a note for those who wait. Torch-free."""
+"""How far a preparation is: a bar on a terminal, else a line now and then. Torch-free."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
 from lockstep.engine.encoding import length_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
-NOTE_SECONDS = 1.0
+POLL_SECONDS = 1.0
 BAR_SECONDS = 0.1
 QUIET_SECONDS = 1.0  # what is done sooner needs no bar
 
@@ -34,15 +34,13 @@ def counted(documents: int) -> str:
 class Headway:
     """Counts what the work itself tells it; a thread of its own shows it, also while a single call takes long."""
 
-    def __init__(
-        self, note: Callable[[str], None], *, progress: Literal["auto", "on", "off"] = "auto", unit: str = "tokens"
-    ) -> None:
+    def __init__(self, *, progress: Literal["auto", "on", "off"] = "auto", unit: str = "tokens") -> None:
         self.tokens = 0  # or what else `unit` says
         self.documents = 0
         self.characters = 0  # of the documents that were read
         self.total = 0  # characters to be tokenised, or other work; 0: not known yet
         self.done = 0
-        self._note, self._progress, self._unit = note, progress, unit
+        self._progress, self._unit = progress, unit
         self._doing = "Reading"
         self._began = time.monotonic()
         self._bar: Bar | None = None
@@ -86,24 +84,21 @@ class Headway:
         return " | ".join([f"{self._doing}: {100 * share:.0f} %", *made, speed, f"ETA: {eta}"])
 
     def _show(self) -> None:
-        """The thread: notes every second, the bar ten times a second or else a line every ten."""
+        """The thread: the bar ten times a second, or else a line every ten seconds."""
         handler = console_handler()
         drawable = self._progress == "on" or (
             self._progress == "auto" and handler is not None and is_terminal(handler.stream)
         )
         terminal = handler is not None and drawable
-        started = noted = told = time.monotonic()
+        started = told = time.monotonic()
         try:
-            while not self._stop.wait(BAR_SECONDS if terminal else NOTE_SECONDS):
-                now, line = time.monotonic(), self.line()
-                if now - noted >= NOTE_SECONDS:
-                    noted = now
-                    self._note(line)
+            while not self._stop.wait(BAR_SECONDS if terminal else POLL_SECONDS):
+                now = time.monotonic()
                 if terminal and now - started >= QUIET_SECONDS:
                     terminal = self._draw(self.share, self.line(short=True))
                 elif not terminal and now - told >= LINE_SECONDS:
                     told = now
-                    logger.info("%s", line)
+                    logger.info("%s", self.line())
         finally:
             if self._bar is not None:
                 self._bar.close()
