@@ -30,11 +30,9 @@ from tests.conftest import Outcome
 from tests.doors.test_mlm_configs import GUIDE, MLM
 
 Run = Callable[..., Outcome]
-BANNER = [
-    "Multi-GPU MLM Training Setup:", "  - World Size: ", "  - Local Rank: ", "  - Device: ", "  - Dataset: ",
-    "  - Streaming: ", "  - Batch Size per GPU: ", "  - Total Batch Size: ", "  - Epochs: ", "  - Learning Rate: ",
-    "  - Max Samples: ",
-]  # fmt: skip
+BANNER = ["Multi-GPU MLM Training Setup:", "  - World Size: ", "  - Local Rank: ", "  - Device: ", "  - Dataset: ",
+          "  - Streaming: ", "  - Batch Size per GPU: ", "  - Total Batch Size: ", "  - Epochs: ",
+          "  - Learning Rate: ", "  - Max Samples: "]  # fmt: skip
 TEXT = "The old town was known for its bread long before anyone wrote about it. Ships came, and the rain with them.\n"
 QUICK = ("--device", "cpu", "--data-path", "corpus.txt", "--no-streaming", "--epochs", "1", "--max-seq-len", "32",
          "--vocab-size", "400", "training.eval_batches=1", "report.tensorboard=false")  # fmt: skip

@@ -337,10 +337,7 @@ def launcher_pid() -> int:
 
 
 def last_step(run: Path) -> int | None:
-    """After how many steps a run is done, whatever its settings say; None: they decide.
-
-    It is named, so that what is left over in somebody's shell ends no other run.
-    """
+    """After how many steps this run is done, whatever its settings say; None if no proof limits it."""
     steps, _, named = get(UNTIL).partition(":")
     return int(steps) if steps.isdecimal() and named == str(run) else None
 

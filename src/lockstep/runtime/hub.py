@@ -1,9 +1,7 @@
-"""The one door to the hub: files of models and datasets by name, from the cache first.
+"""The one door to the hub: files of models and datasets by name, from the cache first. No code of a repository runs.
 
-Before the first question of a process the hub is probed: one that cannot be reached is told in 5 seconds. After that
-time-outs and retries are those of the hub's own library, which HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT change.
-
-Nothing of a repository is ever run: no code of it is fetched, weights are safetensors and all else is data.
+Each process probes the hub once: an unreachable one is reported after 5 seconds. After that, time-outs and retries are
+those of the hub's own library, which HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT change.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
