@@ -213,7 +213,7 @@ def sizes(loaded: Loaded, *, workers: int = 1, nodes: int = 1) -> str:
         compiled=config.model.compiles(on_gpu=on_gpu, debug=config.debug.enabled),
         optimizer_states=training.optimizer_states,
         lora=shapes.Lora.of(config.model),
-        sharing=shapes.Sharing.of(config, shards(config.system.mode, world=workers, nodes=nodes), world=workers),
+        shards=shards(config.system.mode, world=workers, nodes=nodes),
     )
     workers = 1 if config.system.mode == "replicas" else workers  # each makes the whole step
     tokens = workers * training.batch_size * training.grad_accum_nums * training.context_length

@@ -17,6 +17,7 @@ from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.engine import fitting
 from lockstep.engine.compact import make_optimizer
+from lockstep.engine.fitting import Work
 from lockstep.engine.present import memory_estimate
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.models.build import build
@@ -90,14 +91,14 @@ def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.usefixtures("card")
 def test_eight_billion_on_80_gb_are_refused_with_what_would_fit(caplog: pytest.LogCaptureFixture) -> None:
     """Item 125; D1, D2: never by leaving half precision, and never batch x GPUs x size."""
-    config, shape = asked(EIGHT)
     with caplog.at_level(logging.INFO), pytest.raises(LockstepError, match=r"8,015,581,184 .* 119\.4 GiB") as caught:
-        fitting.check_memory(config, shape, CUDA)
+        fitting.check_memory(Work(*asked(EIGHT), CUDA))
     assert "Memory per GPU, estimated: 1" in caplog.text
     assert "weights 29.9, gradients 29.9, optimizer 59.7" in caplog.text
     hints = caught.value.hint.split("; ")
     assert any(hint.startswith("--model.lora-rank 16") for hint in hints)
     assert any(hint.startswith("--mode fsdp --gpus 2") for hint in hints)
+    assert len(hints) == 2
     assert not any("no_fp16" in hint or "fp32" in hint for hint in hints)
     assert not any("optimizer-states" in hint for hint in hints), "ten bytes each are 75 GiB, without any activation"
 
@@ -111,7 +112,7 @@ def test_the_refusal_comes_before_anything_is_read(
     refused = lockstep("train", "llada", "tiny", *model)
     assert refused.code == ExitCode.FAILED, refused.text
     estimate, error = (
-        refused.text.index("Memory, estimated: 119.5"),
+        refused.text.index("Memory, estimated: 1"),
         refused.text.index("the model does not fit: 8,015"),
     )
     assert estimate < error
@@ -128,14 +129,14 @@ def test_the_refusal_comes_before_anything_is_read(
 
 @pytest.mark.usefixtures("card")
 def test_nobody_is_told_to_add_to_random_weights() -> None:
-    config, shape = asked({**EIGHT, "model.init": "random"})
-    hints = fitting.alternatives(config, shape, CUDA, free=CARD_80)
+    work = Work(*asked({**EIGHT, "model.init": "random"}), CUDA)
+    hints = [remedy.flags for remedy in fitting.remedies(work, CARD_80)]
     assert any("fsdp" in hint for hint in hints)
     assert not any("lora" in hint for hint in hints)
 
 
 def followed(hint: str, settings: dict[str, Any]) -> tuple[RunConfig, AnyShape, int]:
-    """The configuration that takes a hint at its word, and its shards."""
+    """The configuration that takes flags at their word, and its shards."""
     names = {"--mode": "system.mode", "--gradient-checkpointing": "system.gradient_checkpointing"}
     words: dict[str, Any] = {}
     shards = 1
@@ -155,14 +156,14 @@ def test_every_hint_fits_when_it_is_followed(
 ) -> None:
     card.setattr(hardware, "free_memory_bytes", lambda _device: room)
     settings = {**EIGHT, **more}
-    config, shape = asked(settings)
-    hints = fitting.alternatives(config, shape, CUDA, free=room)
-    assert any("lora-rank" in hint for hint in hints)
+    work = Work(*asked(settings), CUDA)
+    hints = [remedy.flags for remedy in fitting.remedies(work, int(fitting.ROOM * room))]
+    assert hints
     for hint in hints:
         changed, its_shape, shards = followed(hint, settings)
-        assert changed != config
+        assert changed != work.config
         caplog.clear()
-        fitting.check_memory(changed, its_shape, CUDA, shards=shards)
+        fitting.check_memory(Work(changed, its_shape, CUDA, shards))
         assert "may not fit" not in caplog.text
 
 
@@ -171,17 +172,32 @@ def test_what_would_just_fit_is_warned_of(
     room: float, warned: bool, card: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An estimate is no measurement, and where the kernel ends a run it says nothing."""
-    config, shape = asked({"training.precision": "bf16"})
-    need = fitting.memory_estimate(config, shape, compiled=fitting.compiles(config, CUDA)).total
-    card.setattr(hardware, "free_memory_bytes", lambda _device: int(room * need))
-    fitting.check_memory(config, shape, CUDA)
+    work = Work(*asked({"training.precision": "bf16"}), CUDA)
+    card.setattr(hardware, "free_memory_bytes", lambda _device: int(room * work.need().total))
+    fitting.check_memory(work)
     assert ("may not fit" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_only_states_that_do_not_fit_are_refused(
+    device: torch.device, card: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are certain; the estimate of activations is a warning, however much it says."""
+    work = Work(*asked({"training.batch_size": 4096, "training.precision": "fp32"}), device)
+    need = work.need()
+    assert need.activations > 100 * need.states, "the control"
+    card.setattr(hardware, "free_memory_bytes", lambda _device: need.states)
+    fitting.check_memory(work)
+    assert "may not fit" in caplog.text
+    card.setattr(hardware, "free_memory_bytes", lambda _device: need.states - 1)
+    with pytest.raises(LockstepError, match="does not fit"):
+        fitting.check_memory(work)
 
 
 @pytest.mark.usefixtures("card")
 def test_a_small_run_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        fitting.check_memory(*asked({"training.precision": "fp32"}), CPU)
+        fitting.check_memory(Work(*asked({"training.precision": "fp32"}), CPU))
     assert caplog.text == ""
 
 

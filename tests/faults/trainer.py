@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -150,10 +149,9 @@ def asked_of(folder: Path) -> list[str]:
 
 
 def check_remedy(record: dict[str, Any], ended: harness.Ended) -> None:
-    """The advice keeps the global batch, and nobody tries the same again by himself: nothing is restarted."""
+    """The advice is the first change that is enough, and nobody tries the same again by himself."""
     assert record["kind"] == "memory"
     assert record["estimated_bytes"] > 0
-    rows, accumulated = re.findall(r"--training\.(?:batch-size|grad-accum-nums) (\d+)", record["next"])
-    assert int(rows) < 4 == int(rows) * int(accumulated), "the preset tiny has 4 rows, not accumulated"
+    assert "--gradient-checkpointing (" in record["next"], record["next"]
     assert ended.out.count("Step [0/") == 1, "of the one worker that is shown"
     assert ended.out.count("[FAILURE]") == 1

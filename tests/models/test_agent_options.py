@@ -235,6 +235,7 @@ def test_the_memory_estimate_is_what_is_kept(compressed: bool, bf16: bool) -> No
     sizes: dict[str, Any] = {"batch_size": 4, "context_length": 80, "dtype_name": "bf16" if bf16 else "fp32"}
     plain, saving = (memory_bytes(shape, **sizes, checkpointing=flag, compiled=False) for flag in (False, True))
     kept = read_bytes(make(shape, dropout=0.1), bf16=bf16)
-    assert plain.activations + plain.copies == pytest.approx(kept, rel=0.15)
+    casts = 2 * shape.matmul_parameters() if bf16 else 0  # weights in half precision, which are not counted
+    assert plain.activations == pytest.approx(kept - casts, rel=0.15)
     assert read_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16) < kept / 2
     assert saving.activations < plain.activations / 2

@@ -207,7 +207,8 @@ def test_the_memory_estimate_is_what_is_kept(architecture: str, bf16: bool) -> N
     sizes: dict[str, Any] = {"batch_size": 4, "context_length": 64, "dtype_name": "bf16" if bf16 else "fp32"}
     plain, saving = (memory_bytes(shape, **sizes, checkpointing=flag, compiled=False) for flag in (False, True))
     kept = filled_bytes(make(shape, dropout=0.1), bf16=bf16)
-    assert plain.activations + plain.copies == pytest.approx(kept, rel=0.15)
+    casts = 2 * shape.matmul_parameters() if bf16 else 0  # weights in half precision, which are not counted
+    assert plain.activations == pytest.approx(kept - casts, rel=0.15)
     checkpointed = filled_bytes(make(shape, dropout=0.1, checkpointing=True), bf16=bf16)
     assert checkpointed < kept / 2
     assert saving.activations < plain.activations / 2

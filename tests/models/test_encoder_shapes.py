@@ -159,8 +159,6 @@ def test_the_states_are_counted_exactly(name: str) -> None:
         counted = sum(parameter.numel() for parameter in lay_out(shape, attention="native_math").parameters())
     memory = memory_bytes(shape, batch_size=2, context_length=64, dtype_name="bf16", checkpointing=False, compiled=True)
     assert memory.states == 16 * counted
-    whole = min(2 * 64, shapes.chunk_tokens(shape.vocab_size, in_place=True)) * shape.vocab_size * 10
-    assert memory.head < 0.2 * whole  # logits of the chosen tokens only
 
 
 @pytest.mark.parametrize(

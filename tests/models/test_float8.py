@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.load import load
-from lockstep.engine import present
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.kernels import float8_head
-from lockstep.kernels.float8 import ALIGNMENT
 from lockstep.models import float8
 from lockstep.models import llama as llama_module
 from lockstep.models.build import Built, build
-from lockstep.models.memory import FLOAT8_SIDE, Lora, Sharing, chunk_tokens
 from lockstep.models.options import EncoderOptions, LladaOptions, LlamaOptions, ModelOptions
-from lockstep.models.shapes import memory_bytes, resolve
+from lockstep.models.shapes import resolve
 from lockstep.runtime import precision
 from tests.counting import graphs
 from tests.float8_reference import (
@@ -259,47 +254,6 @@ def test_matrices_that_do_not_fit_stay_and_are_counted() -> None:
     with pytest.raises(ConfigError, match="no matrix of this model's blocks") as caught:
         made(narrow, "fp8")
     assert caught.value.hint == "--precision bf16"
-
-
-def test_the_estimate_counts_no_copies_of_weights() -> None:
-    shape = resolve(LlamaOptions.model_validate({"model_path": "lockstep/base"}), context_length=32)
-    fixed: dict[str, Any] = {"batch_size": 1, "context_length": 32, "checkpointing": False, "compiled": True,
-                             "sharing": Sharing(standing_gradients=True)}  # fmt: skip
-    plain, small = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("bf16", "fp8"))
-    assert (small.states, small.activations) == (plain.states, plain.activations)
-    eager = memory_bytes(shape, dtype_name="bf16", **{**fixed, "compiled": False})
-    assert small.copies == 2 * shape.vocab_size * shape.hidden_size == plain.copies < eager.copies
-    matrix, logits = shape.vocab_size * shape.hidden_size, shape.vocab_size * 32
-    assert small.head == plain.head + matrix + 2 * logits, "the matrix in float8, and twice the logits' gradient"
-    frozen, whole = (
-        memory_bytes(shape, dtype_name="fp8", **{**fixed, "batch_size": 1024}, lora=Lora(rank)).head for rank in (4, 0)
-    )
-    chunk = chunk_tokens(shape.vocab_size, in_place=True)
-    assert (frozen, whole) == (matrix + 4 * chunk * shape.vocab_size,) * 2, "here the logits are more than a product"
-    few = dataclasses.replace(shape, hidden_size=16384)
-    extra = [memory_bytes(few, dtype_name="fp8", **{**fixed, "batch_size": 1024}, lora=Lora(rank)).head
-             for rank in (4, 0)]  # fmt: skip
-    assert extra[1] - extra[0] == (4 * few.hidden_size - 2 * chunk) * few.vocab_size, "a product, of what learns"
-    encoder = resolve(EncoderOptions.model_validate({"model_path": "lockstep/mlm-tiny"}), context_length=32)
-    wide, narrow = ({"vocab_size": shape.vocab_size + 1}, {"hidden_size": 24})
-    for other in (*(dataclasses.replace(shape, **odd) for odd in (wide, narrow)), encoder):
-        heads = [memory_bytes(other, dtype_name=kind, **fixed).head for kind in ("fp8", "bf16")]
-        assert heads[0] == heads[1], "who has none in float8"
-    assert FLOAT8_SIDE == ALIGNMENT
-
-
-def test_the_estimate_knows_that_gradients_come_later() -> None:
-    shape = resolve(LlamaOptions.model_validate({"num_layers": 4}), context_length=8192)
-    fixed: dict[str, Any] = {"batch_size": 4, "context_length": 8192, "checkpointing": False, "compiled": True}
-    small, plain = (memory_bytes(shape, dtype_name=kind, **fixed) for kind in ("fp8", "bf16"))
-    assert small.head - plain.head == shape.vocab_size * (shape.hidden_size + 2 * 8192)
-    standing = memory_bytes(shape, dtype_name="fp8", **fixed, sharing=Sharing(standing_gradients=True))
-    blocks = shape.parameters() - shape.vocab_size * shape.hidden_size
-    assert standing.total - small.total == small.awaited == 4 * blocks, "all gradients but the output matrix's"
-    for count, expected in ((1, small), (2, standing)):
-        settings = {"training.grad_accum_nums": str(count), "training.batch_size": "4", "training.precision": "fp8"}
-        config = load("llama", preset="production", flags=[*settings.items()]).config
-        assert present.memory_estimate(config, shape, compiled=True) == expected, "later micro-batches find gradients"
 
 
 # ------------------------------------------------------------------------------------------------ runs

@@ -104,7 +104,8 @@ def test_the_memory_estimate_is_what_is_kept(bf16: bool) -> None:
     assert estimate.states == 4 * 4 * counted  # weights, gradients, two moments
     log_softmax = 4 * 64 * 512 * 4
     kept = next_bytes(model, ids(4, 64), bf16=bf16) - log_softmax
-    assert estimate.activations + estimate.copies == pytest.approx(kept, rel=0.15)
+    casts = 2 * shape.matmul_parameters() if bf16 else 0
+    assert estimate.activations == pytest.approx(kept - casts, rel=0.15)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by torch's own compiler

@@ -194,20 +194,9 @@ def test_states_are_16_bytes_a_parameter_and_the_rest_grows_with_the_batch() -> 
     assert 40 * 2**30 < estimate(4) < 62 * 2**30  # torchtitan, same shape and batch: 60.5 GiB; our goal 42
 
 
-def test_logits_exist_a_chunk_at_a_time_and_only_where_they_are_in_place_are_chunks_large() -> None:
+def test_chunks_of_logits_are_large_only_where_they_are_in_place() -> None:
     assert [chunk_tokens(EIGHT.vocab_size, in_place=in_place) for in_place in (False, True)] == [2048, 8192]
     assert [chunk_tokens(512, in_place=in_place) for in_place in (False, True)] == [65536] * 2
-
-    def head(tokens: int, dtype_name: str) -> float:
-        memory = memory_bytes(
-            EIGHT, batch_size=1, context_length=tokens, dtype_name=dtype_name, checkpointing=False, compiled=True
-        )
-        return memory.head / EIGHT.vocab_size
-
-    for dtype_name in ("bf16", "fp16"):
-        assert [head(tokens, dtype_name) for tokens in (100, 8192, 90_000)] == [200, 16384, 16384]
-    assert [head(tokens, "fp32") for tokens in (100, 2048, 90_000)] == [1200, 24576, 24576]
-    assert head(90_000, "fp64") == 2048 * 24
 
 
 @pytest.mark.parametrize("name", ["lockstep/tiny", "tiny", "Lockstep/Demo"])

@@ -20,7 +20,7 @@ from lockstep.registry import suggest
 
 LEVELS = ("quick", "default", "deep")
 TIMES = {"quick": 1, "default": 1, "deep": 10}  # as many steps
-SHARE = 0.85  # of the free memory: what a workload may need by the estimate
+SHARE = 0.95  # of the free memory: what a workload may need by the estimate, which is some percent above the truth
 PATTERN_SHARE = 0.9  # of the free memory: pattern and model together
 GIB = 1 << 30
 AMPERE, ADA = (8, 0), (8, 9)  # the first with bf16, and with fp8

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep import rundir
 from lockstep.contracts import Sink
-from lockstep.engine import loop, milestones, replicas, shortage
+from lockstep.engine import fitting, loop, milestones, replicas, shortage
 from lockstep.engine.build import Plan
 from lockstep.engine.parts import Parts
 from lockstep.engine.present import resume_command
@@ -41,7 +41,7 @@ def explain(error: BaseException, planned: Plan, *, run: RunDir, place: env.Env)
         return lost
     if not shortage.is_shortage(error):
         return error
-    return shortage.explain(error, shortage.work_of(planned, place), run=run, workers=place.local_world)
+    return shortage.explain(error, fitting.work_of(planned, place), run=run, workers=place.local_world)
 
 
 def point_to_resuming(error: BaseException, run: RunDir) -> None:

@@ -18,7 +18,7 @@ from lockstep.engine.parts import Parts
 from lockstep.engine.prepare import Prepared
 from lockstep.models.agent import Agent
 from lockstep.models.hf_names import TABLES
-from lockstep.models.shapes import Lora, Memory, Shape, Sharing, memory_bytes
+from lockstep.models.shapes import Lora, Memory, Shape, memory_bytes
 from lockstep.report.words import USUAL, WORDINGS, Banner, Summary
 from lockstep.rundir import RunDir
 from lockstep.runtime import determinism, env, grid, hardware
@@ -46,7 +46,7 @@ def banner(run: RunDir, planned: Plan, assembled: Assembled, loaded: Loaded) -> 
             "weights": memory.weights,
             "gradients": memory.gradients,
             "optimizer": memory.moments,
-            "activations": memory.passing,
+            "activations": memory.activations,
         },
         tokens_per_step=assembled.parts.batch_rows * options.context_length,
         max_steps=options.max_steps,
@@ -109,7 +109,7 @@ def memory_estimate(config: RunConfig, shape: Shape, *, compiled: bool, shards: 
         compiled=compiled,
         optimizer_states=config.training.optimizer_states,
         lora=Lora.of(config.model),
-        sharing=Sharing.of(config, shards, world=env.detect().world),
+        shards=shards,
     )
 
 

@@ -105,8 +105,9 @@ def train(loaded: Loaded, listeners: Sequence[Sink] = ()) -> Result:
                 loaded = find_batch.resolved(loaded, device, group)
             forget_compiled()  # sizes of runs before this one, in the same process: they would give it other bits
             planned = plan(loaded, device)
-            fitting.check_memory(planned.config, planned.shape, device, shards=present.shards(system.mode, place))
-            link.tell_remedy(shortage.foreseen(shortage.work_of(planned, place), workers=place.local_world))
+            work = fitting.work_of(planned, place)
+            fitting.check_memory(work)
+            link.tell_remedy(shortage.foreseen(work, workers=place.local_world))
             run, point = folder.choose_run(group, planned, loaded, closing)
             if point:
                 handover.hand_over(point.checkpoint, group, place)

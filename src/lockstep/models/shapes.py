@@ -14,7 +14,7 @@ from lockstep.models import agent_shapes, encoder_shapes, llada_shapes, llama_sh
 from lockstep.models.agent_shapes import AgentShape
 from lockstep.models.encoder_shapes import EncoderShape
 from lockstep.models.llama_shapes import LlamaShape, RopeScaling
-from lockstep.models.memory import ITEM_BYTES, Lora, Memory, Sharing, check_lora, chunk_tokens, memory_bytes
+from lockstep.models.memory import ITEM_BYTES, Lora, Memory, check_lora, chunk_tokens, memory_bytes
 from lockstep.models.reading import HF_DTYPES
 from lockstep.registry import suggest
 from lockstep.rundir import expanded
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HF_DTYPES", "ITEM_BYTES", "KNOWN", "AgentShape", "AnyShape", "EncoderShape", "LlamaShape", "Lora", "Memory",
-    "RopeScaling", "Shape", "Sharing", "chunk_tokens", "from_hf", "full_name", "is_own", "known", "memory_bytes",
+    "RopeScaling", "Shape", "chunk_tokens", "from_hf", "full_name", "is_own", "known", "memory_bytes",
     "names", "resolve", "with_tokens",
 ]  # fmt: skip
 
