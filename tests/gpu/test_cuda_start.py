@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu.ready import ready
 from tests.house.test_imports import COMPILER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,3 +35,13 @@ def test_the_demo_does_not_wait_for_the_compiler(compiles: str, tmp_path: Path) 
     said = next((line for line in answer.stdout.splitlines() if line.startswith("LOADED")), "")
     assert said.startswith("LOADED 0 "), answer.stdout + answer.stderr
     assert (said == "LOADED 0 []") == (compiles == "off"), said
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernel"),
+    [({}, "cudnn"), ({"system.deterministic": True}, "flex"), ({"training.precision": "fp32"}, "flex")],
+)
+def test_auto_takes_the_first_kernel_of_the_fixed_order(settings: dict[str, Any], kernel: str, tmp_path: Path) -> None:
+    """As the table in docs/speed.md has it for a card with cuDNN's attention."""
+    built = ready(tmp_path, {"training.batch_size": 1, "training.grad_accum_nums": 1, **settings}).built
+    assert (built.attention, built.compiled) == (kernel, True)
