@@ -44,7 +44,9 @@ def test_no_folder_of_logs_is_named_that_is_not_there(
     assert "Log directory" not in outcome.text
 
 
-@pytest.mark.parametrize("words", [["run.sh"], ["launch_training.sh"], ["run_multi_gpu_training.sh", "builtin"]])
+@pytest.mark.parametrize(
+    "words", [["run.sh"], ["launch_training.sh", "--tokenizer-name", "bytes"], ["run_multi_gpu_training.sh", "builtin"]]
+)
 def test_a_full_disk_behind_the_screen_keeps_nobody_from_training(
     door: Run, in_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:

@@ -110,7 +110,6 @@ def test_an_answer_is_scored(lockstep: Run, llada: Path) -> None:
         (["sample", "a", "x [MASK]", "--block-length", "4"], "--block-length: blocks are cut from what is appended"),
         (["eval", "a", "--answer", ""], "--answer: the answer holds no token"),
         (["eval", "a", "--samples", "4"], "--samples: goes with --answer"),
-        (["eval", "a", "--answer", "x", "--labels", "y"], "--answer: one at a time"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(llada: Path, lockstep: Run, words: list[str], said: str) -> None:

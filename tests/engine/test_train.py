@@ -86,7 +86,7 @@ def test_a_run_prints_writes_and_ends_as_documented(in_dir: Path, lockstep: Cli)
 def test_first_loss_is_the_formula_and_a_wrong_one_is_said(
     in_dir: Path, lockstep: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Science C2 at start-up; negative control: a head drawn three times too wide."""
+    """Science C2 at start-up; negative control: a head drawn twelve times too wide."""
     good = lockstep("train", "llama", "tiny", "--max-steps", "1", *QUICK)
     first = next(event for event in read_events(latest(in_dir) / "events.jsonl") if event["kind"] == "first_loss")
     assert first["expected"] == pytest.approx(math.log(512) + 64 * 0.02**2 / 2)
@@ -99,7 +99,7 @@ def test_first_loss_is_the_formula_and_a_wrong_one_is_said(
     def with_a_wide_head(plan: build.Plan, **named: Any) -> build.Built:
         built = make_model(plan, **named)
         with torch.no_grad():
-            built.model.get_parameter("output.weight").mul_(5)
+            built.model.get_parameter("output.weight").mul_(12)
         return built
 
     monkeypatch.setattr(build, "make_model", with_a_wide_head)

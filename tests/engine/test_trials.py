@@ -148,7 +148,6 @@ def test_a_documented_file_walks_as_its_run(tmp_path: Path) -> None:
         (("eval", "a", "--goal-idx", "-1"), "whole number"),
         (("eval", "a", "--episodes", "0"), "whole number"),
         (("eval", "a", "--answer", "x"), "--answer: is for models of texts"),
-        (("eval", "a", "--labels", "x.csv"), "--labels: is for models of texts"),
         (("sample", "a", "Once upon"), "an agent hears no prompt"),
         (("sample", "a", "--top-k", "3"), "--top-k: is for models of texts"),
         (("eval", "of_text", "--goal-idx", "0"), "--goal-idx: is for agents (family ad)"),

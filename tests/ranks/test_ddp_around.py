@@ -75,7 +75,7 @@ def test_another_number_of_workers_keeps_the_global_batch_or_says_what_fits(rank
     assert set(ranks(2, resumed, tmp_path / "two", one, saved)) == {("", "", 6, 1, 3)}
     ((error, hint, *_),) = set(ranks(4, resumed, tmp_path / "four", one, saved))
     assert "6 rows in each global batch, this run 8: 4 workers" in error
-    assert hint == "--nproc_per_node 1, 2, 3 or 6", "as under torchrun"
+    assert hint == "as many workers as give workers x batch_size x grad_accum_nums = 6"
     run(tmp_path / "allowed", {**one, "checkpoint.allow_mismatch": True}, point=saved)
 
 

@@ -1,12 +1,10 @@
-"""Text files as a whole: going on from any place, names and links of any kind."""
+"""Text files as a whole: folders, names and links of any kind."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,45 +31,14 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-Walk = list[tuple[Any, Any]]
-
-
-def walked(source: TextSource, start: tuple[int, int] = (0, 0)) -> Walk:
-    return [*source.walk(start)]
-
-
-def strays(whole: Walk, again: Iterator[Walk]) -> int:
-    """How many of the walks, one from each place, are not the rest of the whole."""
-    return sum(rest != whole[number:] for number, rest in enumerate(again, 1))
-
-
-def test_a_folder_goes_on_from_every_place(folder: Path) -> None:
+def test_a_folder_is_read_file_by_file(folder: Path) -> None:
     source = TextSource(str(folder))
     assert len(source.files) == 12
     assert source.made_of == "csv.csv, deep/csv.csv.gz, deep/er/blank.txt and 9 more"
     assert TextSource(f"{folder}/zzz.jsonl").made_of == "zzz.jsonl"
-    whole = walked(source)
-    assert [document for _, document in whole] == [*source.documents()]
-    assert whole[-1][1] == "last"
-    assert len({place for place, _ in whole}) == len(whole) > 7 * len(HOLDS)
-    assert [place for place, _ in whole] == sorted(place for place, _ in whole)
-    assert strays(whole, (walked(source, place) for place, _ in whole)) == 0
-    assert strays(whole, (walked(source, (file, after + 1)) for (file, after), _ in whole)) > 0.8 * len(whole)
-    assert walked(source, whole[-1][0]) == walked(source, (12, 0)) == []
-
-
-def test_a_walk_opens_only_the_files_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = TextSource(str(folder))
-    opened: list[str] = []
-    real = Path.open
-
-    def noting(self: Path, *arguments: Any, **named: Any) -> Any:
-        opened.append(self.name)
-        return real(self, *arguments, **named)
-
-    monkeypatch.setattr(Path, "open", noting)
-    assert [document for _, document in walked(source, (11, 0))] == ["last"]
-    assert opened == ["zzz.jsonl"]
+    documents = [*source.documents()]
+    assert documents[-1] == "last"
+    assert len(documents) > 7 * len(HOLDS)
 
 
 # ----------------------------------------------------------------------------------------------- names and links
