@@ -32,6 +32,9 @@ def main(record: Path, steps: int, how: str) -> None:
             out.write("rubbish\n")
             out.flush()
             time.sleep(0.05)
+        if how == "fork" and os.fork() == 0:  # a child that outlives it
+            os.setsid()
+            time.sleep(600)
         if how == "raise":
             raise RuntimeError("the stub gives up")
         out.write(line("done", error="") + "\n")

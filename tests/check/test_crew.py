@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.check.crew import LOG, Crew, Ending, Member, Task
 from lockstep.errors import ExitCode, Stopped
-from tests.launch import harness
+from lockstep.launch import processes
 
 STUB = Path(__file__).parent / "stub.py"
 PATIENCE_SECONDS = 8.0  # a busy machine is slow to start seven interpreters
@@ -25,7 +25,7 @@ def task(folder: Path, how: str, *, steps: int = 3) -> Task:
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "fingerprint.jsonl"
     command = (sys.executable, str(STUB), str(record), str(steps), how)
-    return Task(folder.name, command, {**os.environ, harness.STAMP: str(folder.parent)}, folder, record=record)
+    return Task(folder.name, command, dict(os.environ), folder, record=record)
 
 
 def run(crew: Crew, *tasks: Task) -> list[Ending]:
@@ -39,11 +39,15 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def alive_of(crew: Crew) -> list[int]:
+    return processes.of_run(crew._run_id)
+
+
 def test_one_that_dies_or_hangs_costs_itself_alone(tmp_path: Path) -> None:
     hows = ("fine", "kill", "segv", "stop", "hang", "rubbish", "raise")
     with Crew() as crew:
         fine, kill, segv, stop, hang, rubbish, wrong = run(crew, *(task(tmp_path / how, how) for how in hows))
-        assert harness.survivors(str(tmp_path)) == []
+        assert alive_of(crew) == []
     assert fine == Ending(0, "", ("the stub speaks",))
     assert (kill.code, segv.code) == (137, 139)
     assert kill.error.startswith("killed by SIGKILL")
@@ -75,6 +79,13 @@ def test_the_place_of_a_replica_is_told(tmp_path: Path) -> None:
     assert seen[-1] == "in llama at step 3 1"
 
 
+def test_a_child_that_ran_away_is_ended(tmp_path: Path) -> None:
+    with Crew() as crew:
+        run(crew, task(tmp_path / "fork", "fork"))
+        assert len(alive_of(crew)) == 1, "the test is real: it is there"
+    assert alive_of(crew) == []
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
 )
@@ -90,7 +101,7 @@ def test_a_signal_ends_all(tmp_path: Path, number: signal.Signals, code: ExitCod
     with pytest.raises(Stopped) as stopped, crew:
         crew.run(tasks, patience_seconds=60, tell=lambda _: None)
     assert stopped.value.exit_code == code
-    assert harness.survivors(str(tmp_path)) == []
+    assert alive_of(crew) == []
     assert not crew.work.exists()
 
 
@@ -100,7 +111,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.check.test_crew import Crew, task
 crew = Crew()
-print(crew.work, flush=True)
+print(crew._run_id, crew.work, flush=True)
 crew.run([task(Path({folder!r}) / "hang", "hang")], patience_seconds=60, tell=lambda _: None)
 """
 
@@ -109,10 +120,10 @@ def test_a_conductor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     code = KILLED.format(root=str(STUB.parents[2]), folder=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as conductor:
         assert conductor.stdout is not None
-        work = Path(conductor.stdout.readline().rstrip())
+        run_id, work = conductor.stdout.readline().split()
         wait_until((tmp_path / "hang/fingerprint.jsonl").exists)
-        assert harness.survivors(str(tmp_path))
+        assert processes.of_run(run_id)
         conductor.kill()
-    wait_until(lambda: not harness.survivors(str(tmp_path)) and not work.exists())
-    assert harness.survivors(str(tmp_path)) == []
-    assert not work.exists()
+    wait_until(lambda: not processes.of_run(run_id) and not Path(work).exists())
+    assert processes.of_run(run_id) == []
+    assert not Path(work).exists()

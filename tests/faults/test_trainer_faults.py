@@ -1,4 +1,4 @@
-"""Workers of the real trainer that die: rows 1, 7-12, 39, 44 and 45 of the fault matrix."""
+"""Workers of the real trainer that die: rows 1, 2, 7-12, 39, 44-46 of the fault matrix."""
 
 from __future__ import annotations
 
@@ -52,6 +52,25 @@ def test_a_killed_worker(tmp_path: Path, way: str, trial: int) -> None:
     finally:
         bystander.end()
     assert not list(tmp_path.rglob("x"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "trial"), trials(*USER_WAYS, "setsid"))
+def test_a_killed_launcher(tmp_path: Path, way: str, trial: int) -> None:
+    """Row 2, item 58: everybody dies with it, before and after the first step."""
+    job = trainer.start(tmp_path, way=way, LOCKSTEP_FAULT=PACE)
+    if trial % 2:
+        trainer.wait_for_step(job, trial)
+    else:
+        trainer.workers(job, 2)
+        time.sleep(random.Random(trial).uniform(0, 2))
+    launcher, workers = trainer.launcher(job), trainer.workers(job, 2)
+    job.send(signal.SIGKILL, launcher)
+    begin = time.monotonic()
+    while any(Path(f"/proc/{pid}/cmdline").exists() and harness.command_line(pid) for pid in workers):
+        assert time.monotonic() < begin + 2, "workers without a launcher"
+        time.sleep(0.005)
+    job.finish(10).check_clean()
 
 
 CODES = {
@@ -150,6 +169,16 @@ def remove_group(place: Path) -> None:
             time.sleep(0.02)
         else:
             return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "trial"), trials("", "kill@rank=1,step=12"))
+def test_a_runaway_child(tmp_path: Path, fault: str, trial: int) -> None:
+    """Row 46: named as leaked and killed, after a good end and after a bad one."""
+    ended = trainer.run(tmp_path, HURT=f"daemon:forward:{trial % 2}:5", LOCKSTEP_FAULT=fault)
+    assert ended.code == (137 if fault else 0), ended.out
+    assert ended.out.count("[WARNING] leaked process") == 1
+    ended.check_clean(0.5)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def main(words: list[str]) -> int:
         work = Path(tempfile.mkdtemp(prefix="lockstep-"))
         procs = stub_procs(count, run, work, **variables)
         outcome = supervise(procs, watch, work, say)
-        told = f"outcome: code {outcome.exit_code}, slow {list(outcome.slow)}\n"
+        told = f"outcome: code {outcome.exit_code}, slow {list(outcome.slow)}, leaked {len(outcome.leaked)}\n"
         sys.stderr.write(told)  # whoever reads the output may stand still
         return outcome
 

@@ -3,7 +3,7 @@
 `python -m tests.launch.stub` with the environment of a worker. Options come in STUB_OPTIONS, separated by commas:
 steps=N, rate=50 (steps a second), noise=N (lines per step), meet (waits for the others after each step), nodes=PORT
 (waits for another node, whose door that is), save_seconds=S, ignore_term, deaf (goes on when asked to stop),
-unprotected (no PDEATHSIG, no lifeline), child (leaves a child process), helper (one it
+unprotected (no PDEATHSIG, no lifeline), child (leaves a child process), daemon (one that ran away), helper (one it
 cannot work without), allocate (memory up to RLIMIT_AS), eat (up to the kernel's limit), secondary (rank 0 fails first,
 as a consequence of rank 1), lag=N (makes N more steps when asked to stop), evaluate_seconds=S (before it saves), stuck
 (rank 1 hears nothing when asked to stop), lost (rank 1 goes on until rank 0 has left, then fails for that), save_each
@@ -35,6 +35,16 @@ asked: list[int] = []
 def options() -> dict[str, str]:
     pairs = [item.partition("=") for item in os.environ.get("STUB_OPTIONS", "").split(",") if item]
     return {name: value or "1" for name, _, value in pairs}
+
+
+def daemonise() -> None:
+    """Run away: a session of its own, and nobody's child."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-c", ASLEEP])
+        os._exit(0)
+    os.wait()
 
 
 def listen(chosen: dict[str, str]) -> None:
@@ -149,6 +159,8 @@ def main() -> int:
     link = links.attach(place)
     if chosen.get("child"):
         subprocess.Popen([sys.executable, "-c", ASLEEP])
+    if chosen.get("daemon") and place.rank == 0:
+        daemonise()
     if chosen.get("mute") and place.rank == 0:
         signal.pthread_sigmask(signal.SIG_BLOCK, {links.STACKS_SIGNAL})
     if chosen.get("idle"):

@@ -266,6 +266,22 @@ def test_killed_helper(tmp_path: Path, trials: int) -> None:
     harness.many(trials, one)
 
 
+@times(1, 20)
+@pytest.mark.parametrize("text", ["", "kill@rank=1,step=4"])
+def test_runaway_is_found(tmp_path: Path, trials: int, text: str) -> None:
+    """Row 46: a daemonised child is named as leaked and killed by its pid, after a good end and a bad one."""
+
+    def one(number: int) -> None:
+        run = tmp_path / str(number)
+        ended = fault(run, text, options="steps=8,daemon,meet")  # nobody is killed before the daemon is there
+        assert ended.code == (137 if text else 0), ended.out
+        assert "[WARNING] leaked process" in ended.out
+        assert "leaked 1" in ended.out
+        ended.check_clean(0.5)
+
+    harness.many(trials, one)
+
+
 def test_a_stranger_with_the_same_words_survives(tmp_path: Path) -> None:
     """Contract 56: only what the launcher has created is ended."""
     sleep = "import time; time.sleep(30)"
@@ -285,10 +301,10 @@ def test_a_worker_that_ignores_sigterm(tmp_path: Path) -> None:
 
 
 def test_nothing_wrong_is_nothing_found(tmp_path: Path) -> None:
-    """Negative control of every detector: a quiet run ends with 0, nobody slow, no record."""
+    """Negative control of every detector: a quiet run ends with 0, nobody slow, nobody leaked, no record."""
     job = start(tmp_path / "run", f"hang_seconds={HANG_SECONDS}", options="steps=120,rate=60,child")
     ended = job.finish(30)
     assert (ended.code, ended.block) == (0, [])
-    assert "outcome: code 0, slow []" in ended.out
+    assert "outcome: code 0, slow [], leaked 0" in ended.out
     assert not (tmp_path / "run" / "failure.json").exists()
     ended.check_clean()

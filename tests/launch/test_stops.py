@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -105,19 +106,34 @@ def test_who_stays_when_all_is_done_is_found(tmp_path: Path) -> None:
 
 def test_a_launcher_without_its_reaper_goes_on(tmp_path: Path) -> None:
     job = begun(tmp_path / "run", options="steps=150")
-    (reaper,) = [pid for pid in job.members() if "lockstep-reaper" in harness.command_line(pid)]
+    workers = job.members("LOCAL_WORLD_SIZE=2")
+    (reaper,) = [
+        pid
+        for pid in job.members()
+        if pid not in (job.pid, *workers) and "tests.launch.launcher" in harness.command_line(pid)
+    ]
     os.kill(reaper, signal.SIGKILL)
     ended = job.finish(20)
     assert (ended.code, "Traceback" in ended.out) == (0, False), ended.out
     ended.check_clean()
 
 
+@pytest.mark.parametrize("program", ["launcher", "kill_leaked"])
+def test_whoever_started_us_survives(tmp_path: Path, program: str) -> None:
+    """An id that was inherited is everybody's: the shell, the batch script."""
+    code = "import sys; from lockstep.launch import processes; print(processes.kill_leaked(sys.argv[1]))"
+    words = [*LAUNCHER, "2", str(tmp_path / "run")] if program == "launcher" else [sys.executable, "-c", code, "abc"]
+    shell = ["bash", "-c", '"$@"; echo code $?; true', "bash", *words]
+    ended = harness.run(shell, cwd=ROOT, STUB_OPTIONS="steps=5", LOCKSTEP_RUN_ID="abc")
+    assert (ended.code, ended.out.splitlines()[-1]) == (0, "code 0"), ended.out
+
+
 def test_signals_are_heard_until_all_is_cleared_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     try:
-        crew = team.Team(1, work=tmp_path)
-        monkeypatch.setattr(crew.beats, "close", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        crew = team.Team(1, work=tmp_path, run_id="none")
+        monkeypatch.setattr(team.shutil, "rmtree", lambda *_args, **_options: os.kill(os.getpid(), signal.SIGTERM))
         crew.close()
         assert (list(crew.inbox.received), heard) == ([signal.SIGTERM], [])
     finally:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launch import harness
+from lockstep.launch import processes
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).parent / "stub.py"
@@ -52,7 +52,7 @@ class Foreign:
     def survivors(self, within: float = 2.0) -> list[int]:
         """Processes that are left so long after the end."""
         deadline = time.monotonic() + within
-        while (left := harness.survivors(self.run_id)) and time.monotonic() < deadline:
+        while (left := processes.of_run(self.run_id)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
@@ -67,7 +67,7 @@ def start(launcher: str, *words: str, cwd: Path, variables: Mapping[str, str] | 
         stderr=subprocess.STDOUT,
         text=True,
         cwd=cwd,
-        env=environ | QUIET | {harness.STAMP: run_id} | dict(variables or {}),
+        env=environ | QUIET | {processes.RUN_ID: run_id} | dict(variables or {}),
         start_new_session=True,
     )
     return Foreign(process, run_id)

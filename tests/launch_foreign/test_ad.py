@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.launch import processes
 from tests.doors.agents import AD, QUICK, ROWS, RUN, STEPS, collected, make
-from tests.launch import harness
 from tests.launch_foreign.cluster import Cluster
 from tests.launch_foreign.foreign import (
     LAUNCHERS,
@@ -81,7 +81,7 @@ def begin_alone(folder: Path, histories: Path, *words: str) -> Foreign:
     run_id = secrets.token_hex(8)
     process = subprocess.Popen(
         [sys.executable, TRAINER, *WORDS, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=folder, env=os.environ | QUIET | {harness.STAMP: run_id}, start_new_session=True,
+        cwd=folder, env=os.environ | QUIET | {processes.RUN_ID: run_id}, start_new_session=True,
     )  # fmt: skip
     return Foreign(process, run_id)
 

@@ -19,7 +19,6 @@ import pytest
 
 from lockstep.errors import ExitCode, OutputError
 from lockstep.launch import beats, common_folder, guardian, link, watchdog
-from tests.launch import harness
 from tests.launch_foreign.foreign import LAUNCHERS, STUB, Foreign, failure_of, last_block, make_run, start, wait_for
 
 FAULTS = {  # kind -> (exit code, words of the cause)
@@ -130,7 +129,10 @@ def test_a_stop_that_only_the_launcher_saw_is_no_failure(tmp_path: Path) -> None
 
 
 def guardians(run_id: str) -> list[int]:
-    return [pid for pid in harness.survivors(run_id) if "launch.guardian" in harness.command_line(pid)]
+    from lockstep.launch import processes
+
+    found = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes.of_run(run_id)}
+    return [pid for pid, path in found.items() if path.exists() and b"launch.guardian" in path.read_bytes()]
 
 
 def test_the_folder_is_ours_alone(tmp_path: Path) -> None:

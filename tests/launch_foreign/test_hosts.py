@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import harness
+from lockstep.launch import processes
 from tests.launch_foreign.foreign import ROOT, last_block
 from tests.launch_foreign.hosts import Hosts, finish
 
@@ -50,7 +50,7 @@ def begin(
             "--training.max_steps",
             str(steps),
             cwd=folder,
-            variables=variables | {harness.STAMP: f"{folder.name}-{number}"},  # a launcher's own mark
+            variables=variables | {processes.RUN_ID: f"{folder.name}-{number}"},  # a launcher's own mark
         )
         for number in range(nodes)
     ]
@@ -119,7 +119,7 @@ def cut_while_training(
         hosts.join(lost)
     print(f"\n{kind}, {nodes} nodes: {took:.1f} s, exit codes {[code for code, _ in ended]}")
     assert took < (35 if kind == "ours" else 60), "the time-out and the launcher's own patience"
-    assert [harness.survivors(f"{folder.name}-{number}") for number in range(nodes)] == [[]] * nodes
+    assert [processes.of_run(f"{folder.name}-{number}") for number in range(nodes)] == [[]] * nodes
     return ended
 
 

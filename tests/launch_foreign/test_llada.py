@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.launch import processes
 from lockstep.runtime import env
 from tests.doors.windows import LLADA, QUICK, TRAIN, make
-from tests.launch import harness
 from tests.launch_foreign.foreign import (
     LAUNCHERS,
     QUIET,
@@ -58,7 +58,7 @@ def begin_alone(folder: Path, fault: str = "", *words: str) -> Foreign:
     """One process; by default of two rows."""
     make(folder / "shakespeare_processed")
     run_id = secrets.token_hex(8)
-    environ = os.environ | QUIET | {harness.STAMP: run_id, "LOCKSTEP_FAULT": fault}
+    environ = os.environ | QUIET | {processes.RUN_ID: run_id, "LOCKSTEP_FAULT": fault}
     process = subprocess.Popen(
         [sys.executable, TRAINER, *WORDS, *(words or ("--batch_size", str(ROWS)))],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environ, start_new_session=True,
@@ -197,7 +197,7 @@ def test_two_nodes_meet_at_the_port_that_was_given(whole: Path, tmp_path: Path, 
     make(tmp_path / "shakespeare_processed")
     port = env.free_port()
     run_id = secrets.token_hex(8)
-    environ = os.environ | QUIET | {harness.STAMP: run_id}
+    environ = os.environ | QUIET | {processes.RUN_ID: run_id}
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "--nnodes=2", f"--node_rank={node}",

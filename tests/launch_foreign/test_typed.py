@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import harness
+from lockstep.launch import processes
 from tests.launch_foreign.foreign import (
     LAUNCHERS,
     Foreign,
@@ -62,7 +62,7 @@ def wait_for_step(foreign: Foreign, folder: Path, step: int) -> None:
 
 def worker(foreign: Foreign, rank: int) -> int:
     """The process of a rank: the one of this run that torch's launcher has given it to."""
-    for pid in harness.survivors(foreign.run_id):
+    for pid in processes.of_run(foreign.run_id):
         words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in words and b"lockstep" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
+import shutil
 import signal
 import tempfile
 import time
@@ -16,7 +18,7 @@ from typing import Self
 
 from lockstep.errors import Stopped
 from lockstep.health import records
-from lockstep.launch import failure, link
+from lockstep.launch import failure, link, processes
 from lockstep.launch.children import Child, Inbox, Proc
 from lockstep.launch.failure import End
 from lockstep.launch.output import LogFile, Output
@@ -132,7 +134,8 @@ class Crew:
 
     def __init__(self) -> None:
         self.work = Path(tempfile.mkdtemp(prefix="lockstep-check-"))
-        self._reaper = Reaper(self.work)
+        self._run_id = secrets.token_hex(8)
+        self._reaper = Reaper(self.work, self._run_id)  # first, while there is one thread
         self._inbox = Inbox()
         self._scrub = scrub.bytes_scrubber()
         self._members: list[Member] = []
@@ -150,7 +153,7 @@ class Crew:
     def start(self, task: Task) -> Member:
         """Start a process; `run` or `wait` listen to it."""
         task.folder.mkdir(parents=True, exist_ok=True)
-        own = {"LOCKSTEP_LAUNCHER_PID": str(os.getpid())}
+        own = {"LOCKSTEP_LAUNCHER_PID": str(os.getpid()), processes.RUN_ID: self._run_id}
         own |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}  # its last words, even those of a crash
         output = Output(b"", self._scrub, None)
         output.add_file(LogFile(task.folder / LOG, lambda _: None), last=True)
@@ -198,10 +201,12 @@ class Crew:
         while any(member.child.alive for member in self._members) and time.monotonic() < deadline:
             with contextlib.suppress(Stopped):  # we are at it
                 self.wait(TICK_SECONDS)
+        processes.kill_leaked(self._run_id, [member.child.pid for member in self._members])
         for member in self._members:
             member.child.close_pipe()
             member.child.output.close()
         self._selector.close()
+        shutil.rmtree(self.work, ignore_errors=True)
         self._reaper.close()
         self._inbox.close()  # last: a signal must not cut the clearing up short
 

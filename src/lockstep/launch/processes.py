@@ -1,15 +1,28 @@
-"""Processes as the system shows them: how one ended, who started it."""
+"""Processes as the system shows them: how one ended, whose children are left."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import signal
 import struct
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+RUN_ID = "LOCKSTEP_RUN_ID"
 PIDFD_INFO = struct.Struct("=QQ11Ii")  # Linux's struct pidfd_info: mask, cgroup, eleven ids, wait status
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
+
+
+@dataclass(frozen=True)
+class Leaked:
+    """A process of the run that nobody waited for."""
+
+    pid: int
+    command: str
 
 
 def exit_code(wait_status: int) -> int:
@@ -38,6 +51,16 @@ def forgotten_status(handle: int) -> int | None:
     return status if mask & PIDFD_INFO_EXIT else None
 
 
+def of_run(run_id: str) -> list[int]:
+    """Every process that has the run's id in its environment, this one excepted."""
+    wanted = f"{RUN_ID}={run_id}".encode()
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and has(int(entry.name), wanted):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
 def ancestors(pid: int | None = None) -> list[int]:
     """The parent, its parent and so on; of this process unless told otherwise."""
     found: list[int] = []
@@ -53,6 +76,31 @@ def _parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
     except (OSError, IndexError):
         return 0
+
+
+def kill_leaked(run_id: str, groups: Collection[int] = ()) -> list[Leaked]:
+    """Find what is left of a run by its id and kill it by its pid; who that was. Never whoever started us.
+
+    `groups` were killed as such with their worker: a member may take a moment to vanish, and has not run away.
+    """
+    leaked: list[Leaked] = []
+    wanted = f"{RUN_ID}={run_id}".encode()
+    family = ancestors()
+    for pid in of_run(run_id):
+        if pid in family:
+            continue
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(pid)
+            try:  # asked again with the handle held: the number cannot change hands now
+                if has(pid, wanted):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+                    ran_away = os.getpgid(pid) not in groups
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    if ran_away:
+                        leaked.append(Leaked(pid, words.decode("utf-8", "backslashreplace")))
+            finally:
+                os.close(handle)
+    return leaked
 
 
 def has(pid: int, wanted: bytes) -> bool:

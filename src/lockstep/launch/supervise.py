@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +58,7 @@ class Outcome:
     failure: dict[str, Any] | None = None
     run: Path | None = None
     slow: tuple[str, ...] = ()  # tags of workers that took longer than the others
+    leaked: tuple[str, ...] = ()  # processes that were left behind and killed
     stop: int = 0  # the signal that has asked for the end, be it too late to matter
 
 
@@ -91,7 +93,8 @@ class _Supervisor:
         self._awake_ns = 0  # silence from before this moment does not count
         self._started = time.time()
         self._kills_before = memory_limits.kills()
-        self.team = Team(slots, work=work)
+        # never one that was inherited: whoever carries that is not ours
+        self.team = Team(slots, work=work, run_id=secrets.token_hex(8))
         if watch.transcript is not None:
             self.team.screen.copy = LogFile(watch.transcript, self.tell)
 
@@ -292,9 +295,11 @@ class _Supervisor:
         self._records.write_heartbeats(beats, self.tags, last=True)
         if record is None:
             self._compare_speed(beats)  # the last steps of a short run
-        team.read_rest()
+        leaked = team.clear()
         if self.watch.log_folder is not None and record is None:
             self._tell_all(banner.ended(team.children))
+        for process in leaked:
+            self.tell(f"[WARNING] leaked process {process.pid} of this run was killed: {process.command[:200]}")
         seconds = reader_seconds if team.stop is None else min(reader_seconds, READER_SECONDS)
         team.screen.finish(seconds, unless=lambda: team.inbox.received)  # Ctrl-C, where a pager stands still
         return Outcome(
@@ -302,5 +307,6 @@ class _Supervisor:
             failure=record,
             run=self._records.run,
             slow=tuple(self.tags[slot] for slot in self._slowness.slow),
+            leaked=tuple(f"{process.pid} {process.command}" for process in leaked),
             stop=team.stop or 0,
         )

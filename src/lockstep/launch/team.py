@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from lockstep.errors import ExitCode
 from lockstep.launch import beats as signs
-from lockstep.launch import failure, link
+from lockstep.launch import failure, link, processes
 from lockstep.launch.children import Child, Inbox, Proc, Stranger
 from lockstep.launch.failure import End
 from lockstep.launch.output import Output, Screen
@@ -42,9 +43,10 @@ ASKS: dict[int, int] = {  # exit code of one worker -> the signal that tells the
 class Team:
     """Processes, their pipes, and how each worker ended. One thread, one selector."""
 
-    def __init__(self, slots: int, *, work: Path) -> None:
+    def __init__(self, slots: int, *, work: Path, run_id: str) -> None:
         self.slots = slots
         self.work = work
+        self.run_id = run_id
         self.beats = signs.create(work, slots)
         self.inbox = Inbox()
         self.screen = Screen(_stdout_descriptor())
@@ -57,7 +59,7 @@ class Team:
         self._ended_by_us = False
         self._strangers: dict[int, Stranger] = {}
         self._lines = [_open_line(link.line_path(work, slot)) for slot in range(slots)]
-        self._reaper = Reaper(work)
+        self._reaper = Reaper(work, run_id)
         self._selector = selectors.PollSelector()
         self._selector.register(self.inbox.descriptor, selectors.EVENT_READ, self.inbox.drain)
 
@@ -69,6 +71,7 @@ class Team:
         own = {
             "LOCKSTEP_LAUNCHER_PID": str(os.getpid()),
             "LOCKSTEP_WORK": str(self.work),
+            processes.RUN_ID: self.run_id,
         }
         mine = replace(proc, environ={**proc.environ, **own})
         child = Child(mine, output, arm=link.dying_with(os.getpid()), reaper=self._reaper)
@@ -139,7 +142,6 @@ class Team:
             except OSError:  # gone already: its parent will tell
                 return None
             self._strangers[slot] = stranger
-            self._reaper.add(pid)  # torchrun gives each worker a group of its own, which outlives both
             self._selector.register(stranger.handle, selectors.EVENT_READ, lambda: self._note_stranger(stranger))
         return self._strangers[slot]
 
@@ -164,11 +166,13 @@ class Team:
                 self._read(child)
                 child.close_pipe()
 
-    def read_rest(self) -> None:
-        """The output of workers that have ended."""
+    def clear(self) -> list[processes.Leaked]:
+        """The rest of the run's output, and its processes that nobody waited for: killed, and named."""
+        leaked = processes.kill_leaked(self.run_id, [child.pid for child in self.children])
         for child in self.children:
             child.read()
             child.close_pipe()
+        return leaked
 
     def close(self) -> None:
         """Nobody is left, whatever has happened."""
@@ -182,6 +186,7 @@ class Team:
         for line in self._lines:
             os.close(line)
         self.beats.close()
+        shutil.rmtree(self.work, ignore_errors=True)
         self._reaper.close()
         self.screen.close()
         self.inbox.close()  # last: a signal must not cut the clearing up short

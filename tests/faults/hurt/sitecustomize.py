@@ -47,6 +47,16 @@ def run_out_on_device() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total of 79.1 GiB")
 
 
+def run_away() -> None:
+    """A child in a session of its own that is nobody's."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-S", "-c", f"import time; time.sleep({FOREVER_SECONDS})"])
+        os._exit(0)
+    os.wait()
+
+
 def write_raw() -> None:
     """What a C library writes: past Python, to the descriptor."""
     os.write(1, f"NCCL INFO of rank {os.environ['RANK']}: {os.environ.get('NCCL_DEBUG')}\n".encode())
@@ -77,6 +87,7 @@ HOWS: dict[str, Callable[[], object]] = {
     "limit": exceed_limit,
     "eat": eat,
     "device": run_out_on_device,
+    "daemon": run_away,
     "raw": write_raw,
     "clock": jump_clock,
     "raise": fail,
